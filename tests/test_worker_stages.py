@@ -26,7 +26,7 @@ async def test_a_stage_that_fails_ends_the_worker() -> None:
             await stop.wait()
 
 
-async def test_a_stage_is_cancelled_behind_the_body() -> None:
+async def test_a_stage_is_cancelled_after_the_body_ended() -> None:
     stop, began = asyncio.Event(), asyncio.Event()
     was_cancelled = False
 
@@ -45,7 +45,7 @@ async def test_a_stage_is_cancelled_behind_the_body() -> None:
     assert was_cancelled
 
 
-async def test_a_server_that_is_away_is_spoken_of_once(
+async def test_an_unreachable_server_at_the_start_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     chosen = settings("redis://127.0.0.1:1/0", database_url(tmp_path))
@@ -59,7 +59,7 @@ async def test_a_server_that_is_away_is_spoken_of_once(
     assert said[0].startswith("Not ready; trying again for 60 s: cannot reach Redis at ")
 
 
-def test_a_worker_imports_no_torch() -> None:
+def test_a_worker_process_does_not_import_torch() -> None:
     """It takes 2 s of a core and 200 MB, and only the engine's process needs it."""
     words = "import sys, tokenmill_worker.app; print('torch' in sys.modules)"
     ended = subprocess.run(

@@ -24,7 +24,9 @@ SHORT: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
 SLOW_MODEL = "synthetic?step_ms=5"
 
 
-async def test_a_tenant_has_no_more_places_than_its_limit(redis_url: str, tmp_path: Path) -> None:
+async def test_a_tenant_runs_at_most_its_limit_of_jobs_while_other_tenants_pass(
+    redis_url: str, tmp_path: Path
+) -> None:
     """Jobs of other tenants pass the waiting ones."""
     seen: list[int] = []
     async with (
@@ -55,7 +57,9 @@ async def test_a_tenant_has_no_more_places_than_its_limit(redis_url: str, tmp_pa
     assert waiting, "the others had to wait for a tenant at its limit"
 
 
-async def test_a_worker_s_settings_refuse_what_is_too_much(redis_url: str, tmp_path: Path) -> None:
+async def test_submits_beyond_the_limits_of_a_worker_s_settings_are_refused(
+    redis_url: str, tmp_path: Path
+) -> None:
     limits: dict[str, Any] = {
         "queue_limit": 5,
         "tenant_jobs_per_minute": 8.0,
@@ -88,7 +92,7 @@ def redis_problem(worker: Worker) -> str | None:
     return next(check.problem() for check in worker.reporter.checks() if check.name == "redis")
 
 
-async def test_a_full_server_shows_in_the_health_and_heals(
+async def test_a_full_server_fails_the_health_check_until_it_has_room(
     make_valkey: Callable[..., ControlledValkey], tmp_path: Path
 ) -> None:
     server = make_valkey(settings={"maxmemory-policy": "noeviction"})

@@ -215,7 +215,9 @@ class Load:
             )
 
 
-async def test_chaos(servers, proxies, workloads, tmp_path, rounds):
+async def test_no_promise_is_broken_under_random_faults(
+    servers, proxies, workloads, tmp_path, rounds
+):
     chance = random.Random(SEED + 1)
     valkey, postgres, disks = servers
     database = postgres.create_database()

@@ -100,7 +100,7 @@ def assert_valid(asked: dict[str, Any], result: JobResult) -> None:
         assert len(result.text) == len("2026-11")
 
 
-async def test_thoughts_and_calls_continue_at_every_token(
+async def test_thoughts_and_calls_continue_after_a_kill_at_any_token(
     redis_url: str, tmp_path: Path, settings: dict[str, Any], rounds: int
 ) -> None:
     """A worker dies after every step if `--rounds` is at least 50, else after every eighth."""

@@ -82,13 +82,13 @@ def received(*tokens, text="ab", index=0, status=JobStatus.SUCCEEDED):
     return {"j": [listener]}
 
 
-def test_what_is_right_is_right(store):
+def test_a_correct_run_has_no_violations(store):
     url, write = store
     write()
     assert violations(url, WANTED, received(1, 2)) == []
 
 
-def test_lost_rows_are_seen(store):
+def test_a_lost_row_is_a_violation(store):
     url, write = store
     assert {item.words for item in violations(url, WANTED, {})} == {
         "job j has no result row",
@@ -109,13 +109,13 @@ def test_lost_rows_are_seen(store):
         ({"job": "stranger"}, "never accepted"),
     ],
 )
-def test_wrong_rows_are_seen(store, row, words):
+def test_a_wrong_row_is_a_violation(store, row, words):
     url, write = store
     write(**row)
     assert any(words in item.words for item in violations(url, WANTED, {}))
 
 
-def test_a_job_that_began_too_early_is_seen(store):
+def test_a_job_that_began_too_early_is_a_violation(store):
     url, write = store
     write()
     wanted = {"j": Wanted(ANSWER, 3, not_before_ms=7)}
@@ -124,7 +124,7 @@ def test_a_job_that_began_too_early_is_seen(store):
     ]
 
 
-def test_times_outside_the_run_are_seen(store):
+def test_times_outside_the_run_are_violations(store):
     url, write = store
     write()
     assert wrong_times(url, 0) == []
@@ -140,7 +140,7 @@ def test_times_outside_the_run_are_seen(store):
     ]
 
 
-def test_a_broken_off_answer_must_be_the_beginning(store):
+def test_a_broken_off_answer_that_is_no_prefix_of_the_undisturbed_one_is_a_violation(store):
     url, write = store
     write(token_ids=(1,), text="b", state="cancelled", billed=(3, 1))
     wanted = {"j": Wanted(ANSWER, 3, frozenset({"cancelled"}))}
@@ -150,7 +150,7 @@ def test_a_broken_off_answer_must_be_the_beginning(store):
 @pytest.mark.parametrize(
     ("text", "is_wrong"), [("abx", False), ("abxy", True), ("aby", True), ("ab", False)]
 )
-def test_a_broken_off_answer_may_hold_the_beginning_of_a_stop_string(store, text, is_wrong):
+def test_a_broken_off_answer_may_end_with_part_of_a_stop_string(store, text, is_wrong):
     """The job was cancelled before it was known if the stop string would come."""
     url, write = store
     write(text=text, state="cancelled")
@@ -196,7 +196,7 @@ DETAILS = Details(("tool_calls",), ("hm",), ((("f", "{}"),),), ((-0.5, -0.5, -1.
         ({"logprobs": [[-0.5, [[7, -0.5]]]]}, "logprobs"),
     ],
 )
-def test_a_detail_that_differs_from_the_undisturbed_run_is_seen(store, change, name):
+def test_a_detail_that_differs_from_the_undisturbed_run_is_a_violation(store, change, name):
     url, write = store
     wanted = {"j": Wanted(ANSWER, 3, details=DETAILS)}
     write(more=MORE | change)
@@ -214,14 +214,14 @@ def test_a_column_has_another_character_for_a_zero(store):
     assert "job k: the columns and the encoded result differ" in words
 
 
-def test_details_that_differ_by_rounding_alone_are_right(store):
+def test_details_that_differ_by_rounding_alone_are_no_violation(store):
     url, write = store
     write(more=MORE | {"logprobs": [[-0.50001, [[7, -0.5]]], [-1.0]]})
     assert violations(url, {"j": Wanted(ANSWER, 3, details=DETAILS)}, {}) == []
 
 
 @pytest.mark.parametrize(("thoughts", "arguments"), [("h", "{}"), ("hm", "{"), ("hm", None)])
-def test_a_subscriber_without_a_thought_or_a_call_is_seen(store, thoughts, arguments):
+def test_a_subscriber_without_a_thought_or_a_call_is_a_violation(store, thoughts, arguments):
     url, write = store
     write(more=MORE)
     got = received(1, 2)
@@ -246,7 +246,7 @@ def call(write, event="job.succeeded", job="j", name="w1"):
         )
 
 
-def test_webhooks_that_are_lost_doubled_or_not_asked_for_are_seen(store):
+def test_webhooks_that_are_lost_doubled_or_not_asked_for_are_violations(store):
     url, write = store
     wanted = {"j": Wanted(ANSWER, 3, has_webhook=True)}
     write()
@@ -262,7 +262,7 @@ def test_webhooks_that_are_lost_doubled_or_not_asked_for_are_seen(store):
     assert len(violations(url, wanted, {})) == 2
 
 
-def test_what_is_left_in_redis_is_seen(redis_url, allowed_keys):
+def test_keys_and_counters_left_in_redis_are_violations(redis_url, allowed_keys):
     allowed_keys.append("*")
     base = f"tm:{{{QUEUE}}}:"
     with Redis.from_url(redis_url) as redis:
@@ -289,7 +289,7 @@ def test_what_is_left_in_redis_is_seen(redis_url, allowed_keys):
     assert "as running" in words
 
 
-async def test_the_witness_counts_what_was_published_twice(redis_url):
+async def test_a_token_or_end_published_twice_is_a_violation(redis_url):
     witness = Witness(redis_url, QUEUE)
     try:
         for _ in range(2):

@@ -33,7 +33,9 @@ def write(folder: Path, **values: object) -> str:
     return str(folder)
 
 
-async def test_the_next_worker_draws_as_the_first_one_did(redis_url: str, tmp_path: Path) -> None:
+async def test_the_next_worker_keeps_the_first_worker_s_sampling_defaults(
+    redis_url: str, tmp_path: Path
+) -> None:
     first = write(tmp_path / "first", do_sample=False, top_k=7, max_new_tokens=120)
     other = write(tmp_path / "other", temperature=1.5, max_new_tokens=90)
     (tmp_path / "calm").mkdir()

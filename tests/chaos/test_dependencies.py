@@ -53,7 +53,7 @@ async def result_of(client, job, timeout_s=40):
                 await asyncio.sleep(0.1)
 
 
-async def test_redis_away_for_longer_than_the_lease(make_valkey, make_proxy, tmp_path):
+async def test_jobs_survive_redis_away_for_longer_than_the_lease(make_valkey, make_proxy, tmp_path):
     proxy = make_proxy(make_valkey().port)
 
     async def trouble(received):
@@ -67,7 +67,9 @@ async def test_redis_away_for_longer_than_the_lease(make_valkey, make_proxy, tmp
     await check_through(proxy.url, database_url(tmp_path), trouble)
 
 
-async def test_redis_stands_still_for_longer_than_the_lease(make_valkey, make_proxy, tmp_path):
+async def test_jobs_survive_redis_frozen_for_longer_than_the_lease(
+    make_valkey, make_proxy, tmp_path
+):
     proxy = make_proxy(make_valkey().port)
 
     async def trouble(received):
@@ -79,7 +81,7 @@ async def test_redis_stands_still_for_longer_than_the_lease(make_valkey, make_pr
 
 
 @pytest.mark.parametrize("crash", [False, True])
-async def test_redis_restarted_with_its_data(make_valkey, tmp_path, crash):
+async def test_jobs_survive_a_restart_of_redis_with_its_data(make_valkey, tmp_path, crash):
     server = make_valkey(settings={"appendfsync": "always"})
 
     async def trouble(received):
@@ -88,7 +90,7 @@ async def test_redis_restarted_with_its_data(make_valkey, tmp_path, crash):
     await check_through(server.url, database_url(tmp_path), trouble)
 
 
-async def test_connections_reset_again_and_again(make_valkey, make_proxy, tmp_path):
+async def test_jobs_survive_repeated_resets_of_connections(make_valkey, make_proxy, tmp_path):
     proxy = make_proxy(make_valkey().port)
 
     async def trouble(received):
@@ -102,7 +104,7 @@ async def test_connections_reset_again_and_again(make_valkey, make_proxy, tmp_pa
     await check_through(proxy.url, database_url(tmp_path), trouble)
 
 
-async def test_slow_redis(make_valkey, make_proxy, tmp_path):
+async def test_jobs_survive_a_slow_redis(make_valkey, make_proxy, tmp_path):
     proxy = make_proxy(make_valkey().port)
 
     async def trouble(received):
@@ -112,7 +114,7 @@ async def test_slow_redis(make_valkey, make_proxy, tmp_path):
     await check_through(proxy.url, database_url(tmp_path), trouble)
 
 
-async def test_redis_comes_back_without_its_data(make_valkey, tmp_path):
+async def test_running_jobs_end_in_sql_if_redis_comes_back_empty(make_valkey, tmp_path):
     """Jobs that only Redis had are lost; the worker and the queue go on."""
     server, database = make_valkey(), database_url(tmp_path)
     async with (
@@ -147,7 +149,7 @@ async def refused_until_repaired(server, database, *, spoil, repair, says):
         assert after.status is JobStatus.SUCCEEDED
 
 
-async def test_full_redis_refuses_clearly_and_goes_on_when_there_is_room(make_valkey, tmp_path):
+async def test_a_full_redis_refuses_submits_in_a_sentence_until_it_has_room(make_valkey, tmp_path):
     server = make_valkey(settings={"maxmemory-policy": "noeviction"})
     await refused_until_repaired(
         server,
@@ -158,7 +160,9 @@ async def test_full_redis_refuses_clearly_and_goes_on_when_there_is_room(make_va
     )
 
 
-async def test_read_only_redis_refuses_clearly_and_goes_on_when_it_may_write(make_valkey, tmp_path):
+async def test_a_read_only_redis_refuses_submits_in_a_sentence_until_it_is_writable(
+    make_valkey, tmp_path
+):
     server = make_valkey()
 
     def role(*primary):

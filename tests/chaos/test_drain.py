@@ -34,7 +34,7 @@ async def ended(serving: asyncio.Task[int]) -> int:
 @pytest.mark.parametrize(
     "moment", ["before it serves", "when its engine is made", "while its engine loads"]
 )
-async def test_sigterm_while_it_starts(
+async def test_sigterm_during_a_start_ends_the_worker_cleanly(
     redis_url: str, tmp_path: Path, engine: str, moment: str
 ) -> None:
     chosen = settings(redis_url, database_url(tmp_path), engine_host=engine, **SHORT)
@@ -55,7 +55,7 @@ async def test_sigterm_while_it_starts(
     assert await ended(serving) == 0
 
 
-async def test_sigterm_while_it_waits_for_a_server(tmp_path: Path) -> None:
+async def test_sigterm_while_a_worker_waits_for_redis_ends_it_cleanly(tmp_path: Path) -> None:
     chosen = settings(f"redis://127.0.0.1:{free_port()}/0", database_url(tmp_path), **SHORT)
     worker = Worker(chosen, thread_host(chosen.engine_config()))
     serving = asyncio.create_task(worker.serve())
@@ -74,7 +74,7 @@ class SlowLog(JobStream):
 
 
 @pytest.mark.parametrize("gives_back", [True, False])
-async def test_a_job_that_is_handed_over_is_not_cancelled(
+async def test_a_handed_over_job_is_not_cancelled(
     redis_url: str, tmp_path: Path, gives_back: bool
 ) -> None:
     """The engine stops its sequence and reports that; this is not the job's end."""
@@ -110,7 +110,7 @@ async def test_a_job_that_is_handed_over_is_not_cancelled(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["while it starts", "while it works"])
-async def test_sigterm_while_redis_is_paused(
+async def test_sigterm_while_redis_is_paused_ends_the_worker_cleanly(
     redis_url: str, make_proxy: Any, tmp_path: Path, moment: str
 ) -> None:
     """Connections stay open without replies; the job is free when the lease has run out."""
@@ -160,7 +160,7 @@ async def load(redis_url: str) -> AsyncIterator[list[str]]:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_drained_again_and_again_under_load_and_cut_off(
+async def test_workers_drained_repeatedly_under_load_lose_no_job(
     redis_url: str, make_proxy: Any, tmp_path: Path, load: list[str]
 ) -> None:
     """Connections break at every moment of a drain; what is left goes to the next worker, and

@@ -23,7 +23,7 @@ async def wait_for_tokens(received, number):
             await asyncio.sleep(0.02)
 
 
-async def test_a_frozen_worker_writes_nothing_when_it_wakes(redis_url, tmp_path):
+async def test_a_worker_that_resumes_after_its_lease_writes_nothing(redis_url, tmp_path):
     database = database_url(tmp_path)
     frozen = WorkerProcess(
         "frozen",

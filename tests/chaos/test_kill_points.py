@@ -72,7 +72,9 @@ async def listen(client, job, received):
 
 
 @pytest.mark.parametrize(("point", "count"), MOMENTS)
-async def test_nothing_is_lost_or_published_twice(redis_url, tmp_path, undisturbed, point, count):
+async def test_no_token_or_job_is_lost_or_doubled_by_a_kill_at_any_point(
+    redis_url, tmp_path, undisturbed, point, count
+):
     (tmp_path / "calm").mkdir()
     calm = await answers(redis_url, tmp_path / "calm", undisturbed)
     database = database_url(tmp_path)
@@ -143,7 +145,7 @@ async def sweep_doomed(redis_url):
         await sweeper.resign()
 
 
-def test_the_enumeration_is_complete():
+def test_the_kill_points_cover_every_script_and_the_architecture_table():
     """Every script that a worker may run is one of the effects, and every effect has a row in the
     table.
     """

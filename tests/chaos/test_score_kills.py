@@ -54,7 +54,7 @@ def scores_of(result: JobResult) -> list[tuple[TokenLogprob, ...]]:
     return [prompt, *(choice.logprobs or () for choice in result.choices)]
 
 
-async def test_values_are_the_same_after_any_death(
+async def test_log_probabilities_are_the_same_after_kills(
     redis_url: str, tmp_path: Path, settings: dict[str, Any], rounds: int
 ) -> None:
     """A worker dies after every step if `--rounds` is at least 50, else after every third."""

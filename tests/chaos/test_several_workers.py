@@ -22,7 +22,7 @@ NUM_JOBS = 96
 LONG = {"prompt": "a long answer", "max_tokens": 400, "ignore_eos": True, "seed": 5}
 
 
-async def test_workers_share_the_load_by_their_free_places(redis_url, tmp_path):
+async def test_workers_share_jobs_by_their_free_places(redis_url, tmp_path):
     """Each of three workers with eight places gets its part of equal jobs."""
     database = database_url(tmp_path)
     common = {"model": "synthetic?step_ms=5", "max_num_seqs": 8}
@@ -107,7 +107,9 @@ async def until_idle(redis_url, names):
 
 
 @pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
-async def test_a_worker_in_a_hurry_returns_its_jobs_and_exits(redis_url, tmp_path, signals):
+async def test_a_second_sigterm_or_a_sigint_returns_the_jobs_and_ends_the_worker_at_once(
+    redis_url, tmp_path, signals
+):
     """The grace period outlasts the test's waits; the answer continues elsewhere without a gap."""
     database = database_url(tmp_path)
     leaving = WorkerProcess(

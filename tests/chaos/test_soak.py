@@ -239,7 +239,7 @@ def compared(
     return found
 
 
-async def test_a_long_run_with_faults_loses_nothing_and_stays_flat(
+async def test_a_long_run_with_faults_loses_no_job_and_memory_stays_flat(
     make_valkey: Any,
     own_postgres: Any,
     redis_url: str,

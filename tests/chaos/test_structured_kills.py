@@ -100,7 +100,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("speculative_tokens", [0, 3])
-async def test_jobs_with_a_grammar_continue_at_every_token(
+async def test_jobs_with_a_grammar_continue_after_a_kill_at_any_token(
     redis_url: str, tmp_path: Path, settings: dict[str, Any], rounds: int, speculative_tokens: int
 ) -> None:
     """A worker dies after every step if `--rounds` is at least 50, else after every eighth."""

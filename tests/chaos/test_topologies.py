@@ -158,7 +158,7 @@ async def test_messages_of_a_cluster_stay_on_the_queues_node(
     assert plain == []
 
 
-async def test_a_cluster_goes_away_altogether_and_comes_back(
+async def test_jobs_end_after_a_whole_cluster_was_down(
     valkey_cluster: ValkeyCluster, tmp_path: Path
 ) -> None:
     """The outage is longer than the lease. The Redis library has errors of its own for it."""
@@ -192,7 +192,7 @@ async def test_an_unreachable_topology_is_an_error_of_one_sentence(form: str) ->
         await asyncio.to_thread(threaded)
 
 
-async def test_a_failing_sentinel_is_called_once_per_try() -> None:
+async def test_an_unreachable_sentinel_is_called_once_per_try() -> None:
     """The library would ask each sentinel ten times more, with pauses, before the next one."""
     asked = 0
 

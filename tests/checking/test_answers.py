@@ -46,14 +46,14 @@ async def checker() -> AsyncIterator[AnswerChecker]:
         ({"$ref": "http://x.test/y"}, "1", "it cannot be checked"),
     ],
 )
-async def test_each_violation_is_reported(
+async def test_each_schema_violation_is_reported(
     checker: AnswerChecker, schema: dict[str, object], text: str, problem: str | None
 ) -> None:
     found = await checker.violation(schema, text)
     assert found is None if problem is None else problem in str(found)
 
 
-async def test_a_check_without_end_is_cut_off_and_the_next_goes_on(checker: AnswerChecker) -> None:
+async def test_an_endless_check_is_stopped_and_the_next_check_runs(checker: AnswerChecker) -> None:
     defs: dict[str, object] = {
         f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)
     }
@@ -62,7 +62,7 @@ async def test_a_check_without_end_is_cut_off_and_the_next_goes_on(checker: Answ
     assert await checker.violation(AGE, '{"age": 3}') is None
 
 
-async def test_a_check_that_is_cancelled_leaves_nothing_to_the_next(checker: AnswerChecker) -> None:
+async def test_a_cancelled_check_does_not_affect_the_next(checker: AnswerChecker) -> None:
     first = asyncio.create_task(checker.violation(AGE, "{}"))
     await asyncio.sleep(0)
     first.cancel()
@@ -78,7 +78,7 @@ async def test_a_check_that_is_cancelled_leaves_nothing_to_the_next(checker: Ans
         (True, '{"ag', FinishReason.LENGTH, JobStatus.SUCCEEDED, None),
     ],
 )
-async def test_the_job_ends_with_what_was_found(
+async def test_a_strict_violation_fails_the_job_and_a_loose_one_is_noted(
     strict: bool, text: str, end: FinishReason, status: JobStatus, code: str | None
 ) -> None:
     wanted: dict[str, Any] = {"response_format": ResponseFormat(json_schema=AGE, strict=strict)}
@@ -102,7 +102,7 @@ async def test_the_job_ends_with_what_was_found(
 
 
 @pytest.mark.parametrize("part", [1.0, 0.5], ids=["a whole question", "half a question"])
-def test_the_process_ends_in_silence_when_its_worker_is_killed(part: float) -> None:
+def test_the_checking_process_ends_without_output_when_its_worker_is_killed(part: float) -> None:
     question = msgspec.msgpack.encode((json.dumps(AGE).encode(), '{"age": 3}'))
     reader, writer = os.pipe()
     process = subprocess.Popen(

@@ -109,7 +109,9 @@ async def test_streams_work_with_every_setting_of_the_library_s_connections(
 
 
 @pytest.mark.parametrize("moment", ["before", "during", "after"])
-async def test_a_reader_with_a_cursor_gets_the_rest(client: Any, queue: Queue, moment: str) -> None:
+async def test_a_reader_with_a_position_gets_the_rest(
+    client: Any, queue: Queue, moment: str
+) -> None:
     job = await client.submit(prompt="x", max_tokens=30)
     if moment == "before":
         reading = asyncio.create_task(collect(client, job, starting_after=12))
@@ -124,7 +126,9 @@ async def test_a_reader_with_a_cursor_gets_the_rest(client: Any, queue: Queue, m
     assert_chunks(received, 30, first=12)
 
 
-async def test_leaving_a_stream_early_leaves_nothing_behind(client: Any, queue: Queue) -> None:
+async def test_a_stream_left_early_does_not_disturb_the_next_reader(
+    client: Any, queue: Queue
+) -> None:
     job = await client.submit(prompt="x", max_tokens=5)
     async with playing(queue):
         stream = client.stream(job)
@@ -138,7 +142,7 @@ async def test_leaving_a_stream_early_leaves_nothing_behind(client: Any, queue: 
     assert channels == [] or isinstance(client, Threaded)
 
 
-async def test_status_follows_a_job_to_its_end(client: Any, queue: Queue) -> None:
+async def test_status_follows_a_job_from_queued_to_its_end(client: Any, queue: Queue) -> None:
     job = await client.submit(prompt="x", priority="bulk", tenant="t")
     waiting = await client.status(job)
     worker = queue.worker()
@@ -156,7 +160,7 @@ async def test_status_follows_a_job_to_its_end(client: Any, queue: Queue) -> Non
     assert waiting.created_ms <= running.started_ms <= over.finished_ms
 
 
-async def test_a_result_is_awaited_and_times_out(client: Any, queue: Queue) -> None:
+async def test_waiting_for_a_result_returns_it_or_times_out(client: Any, queue: Queue) -> None:
     job = await client.submit(prompt="x", max_tokens=10)
     with pytest.raises(ResultTimeout, match=r"not ended within 0\.2 s"):
         await client.result(job, timeout=0.2)
@@ -170,7 +174,9 @@ async def collect_within(client: Any, job: str, timeout: float) -> list[Chunk]:
     return [chunk async for chunk in client.stream(job, timeout=timeout)]
 
 
-async def test_a_failure_is_an_answer_unless_one_insists(client: Any, queue: Queue) -> None:
+async def test_a_failed_job_is_a_result_and_raises_only_on_request(
+    client: Any, queue: Queue
+) -> None:
     job = await client.submit(prompt="x")
     worker = queue.worker()
     (delivery,) = await worker.claim(1)
@@ -185,7 +191,7 @@ async def test_a_failure_is_an_answer_unless_one_insists(client: Any, queue: Que
         await client.result(job, check=True)
 
 
-async def test_unknown_jobs(client: Any) -> None:
+async def test_calls_on_an_unknown_job_raise_job_not_found(client: Any) -> None:
     for call in (client.status, client.result, client.cancel):
         with pytest.raises(JobNotFound, match="no job nope"):
             await call("nope")
@@ -195,7 +201,7 @@ async def test_unknown_jobs(client: Any) -> None:
         await collect(client, "nope", starting_after=-1)
 
 
-async def test_lists_of_jobs_and_workers(client: Any, queue: Queue) -> None:
+async def test_jobs_and_workers_are_listed(client: Any, queue: Queue) -> None:
     waiting = await client.submit(prompt="x", tenant="t", priority="bulk")
     delayed = await client.submit(prompt="x", not_before=4e9)
     running = await client.submit(prompt="x", priority="interactive")
@@ -245,7 +251,9 @@ async def test_many_streams_of_an_event_loop_share_one_connection(
         await until(is_closed)
 
 
-async def test_no_thread_is_left_and_none_was_needed(redis_url: str, queue: Queue) -> None:
+async def test_a_stream_of_the_threaded_client_starts_no_thread(
+    redis_url: str, queue: Queue
+) -> None:
     before = threading.active_count()
     with Client(redis_url, queue=QUEUE) as client:
         job = client.submit(prompt="x")
@@ -256,7 +264,7 @@ async def test_no_thread_is_left_and_none_was_needed(redis_url: str, queue: Queu
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_closing_ends_what_is_in_progress_and_leaves_nothing_open(
+async def test_closing_a_client_ends_calls_in_progress_and_closes_connections(
     queue: Queue, redis_url: str, kind: str
 ) -> None:
     options = ClientOptions(link=Link(retries=3, client_name="closing"), idle_s=15)
@@ -288,7 +296,7 @@ async def test_closing_ends_what_is_in_progress_and_leaves_nothing_open(
     await until(all_gone)
 
 
-async def test_closing_while_many_begin_to_listen_ends_them_all(
+async def test_closing_a_client_ends_all_calls_that_are_subscribing(
     queue: Queue, redis_url: str
 ) -> None:
     job = await queue.submit()
@@ -301,7 +309,7 @@ async def test_closing_while_many_begin_to_listen_ends_them_all(
     assert {type(outcome) for outcome in outcomes} == {ClientClosed}
 
 
-async def test_an_unreachable_server_is_an_error_at_once() -> None:
+async def test_an_unreachable_server_raises_at_once() -> None:
     with Client(f"redis://127.0.0.1:{free_port()}/0", queue=QUEUE) as client:
         for call in (
             lambda: client.submit(prompt="x"),

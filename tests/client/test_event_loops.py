@@ -10,7 +10,7 @@ from tokenmill.errors import ConfigurationError
 pytestmark = pytest.mark.redis
 
 
-def test_an_async_client_in_a_second_event_loop_gets_one_sentence(redis_url: str) -> None:
+def test_an_async_client_in_a_second_event_loop_raises_one_sentence(redis_url: str) -> None:
     client = AsyncClient(redis_url, queue="q")
 
     async def first_chunk() -> None:
@@ -26,7 +26,7 @@ def test_an_async_client_in_a_second_event_loop_gets_one_sentence(redis_url: str
         own.run(client.close())
 
 
-def test_an_async_client_may_be_made_outside_of_its_loop_and_closed_unused(redis_url: str) -> None:
+def test_an_async_client_may_be_created_outside_its_loop_and_closed_unused(redis_url: str) -> None:
     client, unused = AsyncClient(redis_url, queue="q"), AsyncClient(redis_url, queue="q")
 
     async def work() -> int:

@@ -52,7 +52,7 @@ async def test_a_large_result_is_read_as_any_other(client: Any, queue: Queue) ->
     assert chunks[-2].logprobs == large_result(job).choices[0].logprobs[:1]  # type: ignore[index]
 
 
-async def test_a_page_of_results_has_the_large_one_and_its_neighbours(
+async def test_a_page_of_results_has_a_large_result_and_its_neighbours(
     queue: Queue, redis_url: str
 ) -> None:
     job, small = await queue.submit(), await queue.submit()
@@ -65,7 +65,7 @@ async def test_a_page_of_results_has_the_large_one_and_its_neighbours(
 
 
 @pytest.mark.parametrize("is_hash", [True, False])
-async def test_a_record_that_cannot_be_read_fails_no_neighbour(
+async def test_an_unreadable_record_does_not_fail_its_neighbours(
     queue: Queue, redis_url: str, is_hash: bool
 ) -> None:
     bad, good = await queue.submit(), await queue.submit()

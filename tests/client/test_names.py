@@ -28,7 +28,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.redis
 @pytest.mark.parametrize("name", CALLS)
-def test_a_lone_surrogate_raises_a_sentence_of_both_clients(name: str, redis_url: str) -> None:
+def test_a_lone_surrogate_raises_one_sentence_in_both_clients(name: str, redis_url: str) -> None:
     async def call_async() -> None:
         async with AsyncClient(redis_url, queue="q") as client:
             made = CALLS[name](client)
@@ -56,14 +56,14 @@ def test_a_lone_surrogate_raises_a_sentence_of_both_clients(name: str, redis_url
     ],
 )
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_a_client_of_names_that_are_not_unicode_is_refused(
+def test_a_client_with_names_that_are_not_unicode_is_refused(
     kind: type, what: str, arguments: dict[str, str]
 ) -> None:
     with pytest.raises(ConfigurationError, match=f"^{what} holds a lone surrogate"):
         kind(**arguments)
 
 
-def test_a_host_that_is_no_name_is_a_wrong_configuration() -> None:
+def test_an_invalid_host_name_is_a_configuration_error() -> None:
     with (
         Client("redis://a..b:6379/0", queue="q") as client,
         pytest.raises(ConfigurationError, match="host"),
@@ -81,7 +81,7 @@ def test_a_host_that_is_no_name_is_a_wrong_configuration() -> None:
         lambda url: SqlWebhooks(url).redrive([LONE]),
     ],
 )
-def test_a_lone_surrogate_raises_a_sentence_of_the_database(
+def test_a_lone_surrogate_in_a_database_call_raises_one_sentence(
     call: Callable[[str], object], tmp_path: Any
 ) -> None:
     url = f"sqlite:///{tmp_path}/t.db"
@@ -91,7 +91,7 @@ def test_a_lone_surrogate_raises_a_sentence_of_the_database(
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_a_wrong_shape_is_shown_as_the_documented_exception(kind: type) -> None:
+def test_a_value_of_a_wrong_shape_raises_the_documented_exception(kind: type) -> None:
     client = kind("redis://localhost:1/0", queue="q")
     messages = [{"role": "user", "content": [{"type": "image"}]}]
     with pytest.raises(InvalidRequest) as caught:

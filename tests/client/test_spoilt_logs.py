@@ -26,7 +26,7 @@ def entry(index: int, count: int = 1) -> tuple[bytes, dict[bytes, bytes]]:
 
 
 @pytest.mark.parametrize("other", OTHER)
-def test_what_is_no_chunk_is_passed_over(other: dict[bytes, bytes]) -> None:
+def test_log_entries_that_are_no_chunks_are_skipped(other: dict[bytes, bytes]) -> None:
     log = [
         (b"0-1", other),
         entry(0),
@@ -39,7 +39,7 @@ def test_what_is_no_chunk_is_passed_over(other: dict[bytes, bytes]) -> None:
     assert [chunk.index for chunk in read_log([(b"3-1", other), entry(3)], {0: 3})] == [3]
 
 
-def test_a_token_that_is_missing_for_it_is_not() -> None:
+def test_a_token_missing_behind_an_unreadable_entry_raises() -> None:
     for log, have in (
         ([entry(0), (b"2-0", OTHER[0]), entry(2)], 0),
         ([(b"4-0", OTHER[0]), entry(4)], 3),
@@ -60,7 +60,7 @@ async def client(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterato
 
 
 @pytest.mark.redis
-async def test_a_subscriber_that_comes_before_the_log_waits_for_it(
+async def test_a_subscriber_waits_while_the_log_is_of_a_wrong_type(
     client: Any, queue: Queue
 ) -> None:
     job = await queue.submit()
@@ -79,7 +79,7 @@ async def test_a_subscriber_that_comes_before_the_log_waits_for_it(
 
 
 @pytest.mark.redis
-async def test_a_job_that_ended_without_a_worker_has_a_result_all_the_same(
+async def test_a_job_cancelled_while_it_waited_has_a_result_despite_a_spoilt_log(
     client: Any, queue: Queue
 ) -> None:
     job = await queue.submit()
@@ -91,9 +91,7 @@ async def test_a_job_that_ended_without_a_worker_has_a_result_all_the_same(
 
 
 @pytest.mark.redis
-async def test_what_is_wrong_with_the_server_is_not_passed_over(
-    queue: Queue, redis_url: str
-) -> None:
+async def test_a_server_error_while_reading_the_log_raises(queue: Queue, redis_url: str) -> None:
     job = await queue.submit()
     await queue.redis.execute_command(
         "ACL", "SETUSER", "reader", "on", ">secret", "~*", "&*", "+@all", "-xrange"

@@ -41,7 +41,9 @@ async def faulty(
             yield aclient, proxy
 
 
-async def test_cut_connections_leave_no_seam(faulty: tuple[Any, FaultProxy], queue: Queue) -> None:
+async def test_repeated_connection_cuts_lose_and_double_no_token(
+    faulty: tuple[Any, FaultProxy], queue: Queue
+) -> None:
     client, proxy = faulty
     job = await queue.submit(max_tokens=150)
     async with playing(queue, pause_s=0.004):
@@ -52,7 +54,7 @@ async def test_cut_connections_leave_no_seam(faulty: tuple[Any, FaultProxy], que
         assert_chunks(await reading, 150)
 
 
-async def test_a_cut_in_a_long_stream_is_no_silence(
+async def test_a_connection_cut_does_not_count_towards_the_stream_s_timeout(
     faulty: tuple[Any, FaultProxy], queue: Queue
 ) -> None:
     """The time limit counts from the last token, not from the beginning."""
@@ -71,7 +73,7 @@ async def test_a_cut_in_a_long_stream_is_no_silence(
         assert_chunks(await reading, 150)
 
 
-async def test_a_server_out_of_reach_for_a_while_leaves_no_seam(
+async def test_a_server_unreachable_for_a_while_loses_and_doubles_no_token(
     faulty: tuple[Any, FaultProxy], queue: Queue
 ) -> None:
     client, proxy = faulty
@@ -88,7 +90,7 @@ async def test_a_server_out_of_reach_for_a_while_leaves_no_seam(
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_a_subscription_that_was_made_anew_is_no_silence(
+async def test_a_new_subscription_reads_the_log_at_once(
     queue: Queue, redis_url: str, kind: str
 ) -> None:
     """A new subscription looks up at once what was appended while there was none.
@@ -118,7 +120,9 @@ async def test_a_subscription_that_was_made_anew_is_no_silence(
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_the_reader_s_own_time_is_no_silence(queue: Queue, redis_url: str, kind: str) -> None:
+async def test_the_reader_s_own_time_does_not_count_towards_the_timeout(
+    queue: Queue, redis_url: str, kind: str
+) -> None:
     """The reader takes longer than the time limit over a chunk from the log, and over a published
     one.
     """
@@ -145,7 +149,7 @@ async def test_the_reader_s_own_time_is_no_silence(queue: Queue, redis_url: str,
     await client.close()
 
 
-async def test_a_lost_reply_to_submit_makes_no_second_job(
+async def test_a_submit_repeated_after_a_lost_reply_makes_no_second_job(
     faulty: tuple[Any, FaultProxy], queue: Queue
 ) -> None:
     client, proxy = faulty
@@ -157,7 +161,7 @@ async def test_a_lost_reply_to_submit_makes_no_second_job(
 
 
 @pytest.mark.parametrize("missed", [[3], [0], [9], [2, 3, 4], list(range(10))])
-async def test_messages_that_never_came_are_read_from_the_log(
+async def test_tokens_of_lost_messages_are_read_from_the_log(
     queue: Queue, missed: list[int], redis_url: str
 ) -> None:
     """The worker logs everything; some of it is never published."""
@@ -220,7 +224,7 @@ async def test_a_subscriber_slower_than_the_servers_limit_recovers(
     await close_queue(queue)
 
 
-async def test_a_restarted_server_leaves_no_seam(
+async def test_a_restart_of_the_server_loses_and_doubles_no_token(
     make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     server = make_valkey(settings={"appendfsync": "always"})
@@ -256,7 +260,7 @@ class WithDatabase(AsyncClient):
         self._results = database  # type: ignore[assignment]
 
 
-async def test_what_redis_has_deleted_is_read_from_the_database(
+async def test_a_job_deleted_from_redis_is_read_from_the_database(
     queue: Queue, redis_url: str
 ) -> None:
     job = await queue.submit()
@@ -276,7 +280,7 @@ async def test_what_redis_has_deleted_is_read_from_the_database(
             await client.result("another")
 
 
-async def test_a_server_that_lost_everything_in_mid_stream_ends_in_the_database(
+async def test_a_stream_whose_server_lost_its_data_ends_from_the_database(
     make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     """The running job still reaches SQL; its subscriber gets the rest from there."""
@@ -299,7 +303,7 @@ async def test_a_server_that_lost_everything_in_mid_stream_ends_in_the_database(
     await close_queue(queue)
 
 
-async def test_a_stream_of_checkpoints_is_read_too(
+async def test_a_stream_of_checkpoints_yields_every_token(
     queue: Queue, redis_url: str, tmp_path: Path
 ) -> None:
     """`stream=False` publishes nothing; a subscriber gets the chunks from the log."""

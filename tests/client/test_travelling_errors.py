@@ -108,18 +108,18 @@ WAYS: dict[str, Callable[[TokenmillError], BaseException]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("error", SAMPLES, ids=lambda error: type(error).__name__)
-def test_an_exception_comes_back_with_class_sentence_and_attributes(
+def test_a_pickled_exception_keeps_class_sentence_and_attributes(
     error: TokenmillError, way: str
 ) -> None:
     back = WAYS[way](error)
     assert same(back, error), (back, back.__dict__)
 
 
-def test_what_is_logged_of_an_exception_holds_its_sentence_and_no_answer() -> None:
+def test_the_repr_of_job_failed_holds_its_sentence_and_no_answer() -> None:
     assert repr(errors.JobFailed(RESULT)) == "JobFailed('job j has no answer: boom')"
 
 
-def test_a_process_pool_raises_each_exception_as_it_was_and_goes_on() -> None:
+def test_a_process_pool_raises_each_exception_unchanged_and_stays_usable() -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         calls = [pool.submit(raised, place) for place in range(len(SAMPLES))]
         for call, error in zip(calls, SAMPLES, strict=True):

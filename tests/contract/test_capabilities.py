@@ -24,7 +24,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize(("params", "more", "name"), ASKED, ids=[name for *_, name in ASKED])
-def test_an_engine_without_an_ability_refuses_what_asks_for_it_by_name(params, more, name):
+def test_an_engine_without_an_ability_refuses_a_request_for_it_by_name(params, more, name):
     asked = SamplingParams(**params)
     assert EVERYTHING.problems(asked, **more) == []
     assert Capabilities().problems(asked, **more) == [
@@ -32,7 +32,7 @@ def test_an_engine_without_an_ability_refuses_what_asks_for_it_by_name(params, m
     ]
 
 
-def test_a_request_that_asks_for_nothing_special_suits_every_engine():
+def test_a_plain_request_suits_every_engine():
     assert Capabilities().problems(SamplingParams(temperature=2.0, logprobs=True, n=3)) == []
 
 

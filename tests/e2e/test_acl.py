@@ -125,7 +125,9 @@ def refusals(server: ControlledValkey) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("guarded", SERVERS, indirect=True)
 @pytest.mark.parametrize("user", ["producer", f"producer-{QUEUE}"])
-async def test_all_work_is_allowed(guarded: ControlledValkey, tmp_path: Path, user: str) -> None:
+async def test_the_shipped_users_can_do_all_of_their_work(
+    guarded: ControlledValkey, tmp_path: Path, user: str
+) -> None:
     await work(guarded.url, tmp_path, user)
     assert refusals(guarded) == []
 
@@ -147,7 +149,9 @@ ELSEWHERE: list[tuple[str, ...]] = [
 
 
 @pytest.mark.parametrize("guarded", SERVERS, indirect=True)
-def test_a_producer_of_one_queue_can_do_nothing_in_another(guarded: ControlledValkey) -> None:
+def test_a_producer_of_one_queue_can_neither_read_nor_write_another(
+    guarded: ControlledValkey,
+) -> None:
     user = f"producer-{QUEUE}"
     with (
         guarded.client(username=user, password=secret(user)) as mine,
@@ -178,7 +182,7 @@ def test_a_producer_of_one_queue_can_do_nothing_in_another(guarded: ControlledVa
 
 
 @pytest.mark.slow
-async def test_all_work_is_allowed_in_a_cluster(
+async def test_the_shipped_users_can_do_all_of_their_work_in_a_cluster(
     guarded_cluster: ValkeyCluster, tmp_path: Path
 ) -> None:
     await work(guarded_cluster.url, tmp_path)
@@ -187,7 +191,7 @@ async def test_all_work_is_allowed_in_a_cluster(
 
 @pytest.mark.slow
 @every_server
-async def test_replicas_and_sentinels_fail_over_as_their_users(
+async def test_replicas_and_sentinels_fail_over_as_the_shipped_users(
     tmp_path: Path, server_name: str
 ) -> None:
     users = tmp_path / "users.acl"
@@ -255,7 +259,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("user", NEEDED)
-def test_every_right_is_used(user: str) -> None:
+def test_every_right_of_the_shipped_users_is_used(user: str) -> None:
     line = next(line for line in RULES.splitlines() if line.startswith(f"user {user} "))
     granted = set(re.findall(r"\+(\S+)", line))
     assert not [right for right in granted if right.startswith("@")], "a whole category"

@@ -41,7 +41,7 @@ async def replace_request(redis_url, job_id, payload):
     await redis.aclose()
 
 
-async def test_each_gets_a_failed_state_and_a_sentence(redis_url, tmp_path):
+async def test_each_bad_job_fails_with_a_sentence_beside_good_jobs(redis_url, tmp_path):
     database = database_url(tmp_path)
     async with client_of(redis_url, database) as client:
         good = [
@@ -84,7 +84,7 @@ async def test_each_gets_a_failed_state_and_a_sentence(redis_url, tmp_path):
         ({"prompt": 7}, "prompt"),
     ],
 )
-async def test_submit_refuses_what_needs_no_model(redis_url, arguments, says):
+async def test_submit_refuses_requests_that_no_model_could_serve(redis_url, arguments, says):
     async with client_of(redis_url) as client:
         with pytest.raises(InvalidRequest, match=says):
             await client.submit(**arguments)

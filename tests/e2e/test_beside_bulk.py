@@ -16,7 +16,7 @@ pytestmark = pytest.mark.redis
 PLACES = 4
 
 
-async def test_bulk_in_every_place_keeps_no_urgent_job_waiting(
+async def test_interactive_jobs_start_while_bulk_jobs_fill_every_place(
     redis_url: str, tmp_path: Path
 ) -> None:
     """More bulk than places, so that some waits in the engine too; each would take minutes."""

@@ -51,7 +51,7 @@ RAW = {name: payload for name, (payload, _) in BOMBS.items()} | {
 }
 
 
-async def test_each_ends_with_one_sentence_and_the_loop_goes_on(redis_url, tmp_path):
+async def test_each_bomb_fails_with_one_sentence_and_other_jobs_end(redis_url, tmp_path):
     database = database_url(tmp_path)
     keys, bad = Keys(QUEUE), {}
     async with client_of(redis_url, database) as client, Redis.from_url(redis_url) as redis:
@@ -108,7 +108,7 @@ async def test_each_ends_with_one_sentence_and_the_loop_goes_on(redis_url, tmp_p
         ({"response_format": {"json_schema": {"a": 10**40}}}, "64 bits|out of range|too large"),
     ],
 )
-async def test_the_producer_raises_before_anything_is_sent(redis_url, arguments, says):
+async def test_the_producer_refuses_a_bomb_before_it_is_sent(redis_url, arguments, says):
     async with client_of(redis_url) as client:
         with pytest.raises(InvalidRequest, match=says):
             await client.submit(prompt="hi", **arguments)

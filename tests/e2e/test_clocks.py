@@ -82,7 +82,7 @@ async def check_times(client: AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("shift", [3_600, -3_600, 90, -90])
-async def test_a_worker_and_a_client_whose_clocks_are_wrong_keep_the_server_s_times(
+async def test_a_worker_and_a_client_with_wrong_clocks_keep_the_server_s_times(
     redis_url: str, tmp_path: Path, shift: int
 ) -> None:
     wrong = Wrong(redis_url, tmp_path, shift)
@@ -95,7 +95,7 @@ async def test_a_worker_and_a_client_whose_clocks_are_wrong_keep_the_server_s_ti
 
 
 @pytest.mark.parametrize("shift", [3_600, -3_600])
-async def test_a_worker_s_clock_that_jumps_while_jobs_run_ends_none_early_or_late(
+async def test_a_jump_of_the_worker_s_clock_ends_no_job_early_or_late(
     redis_url: str, tmp_path: Path, shift: int
 ) -> None:
     wrong = Wrong(redis_url, tmp_path, shift)

@@ -36,7 +36,7 @@ def shell(redis_url, tmp_path):
     return Shell(redis_url, database_url(tmp_path))
 
 
-async def test_a_jobs_life_from_the_command_line(redis_url, shell):
+async def test_a_job_is_submitted_streamed_and_shown_from_the_command_line(redis_url, shell):
     async with running_worker(redis_url, shell.where["TOKENMILL_DATABASE_URL"]):
         status, out, error = await shell.run("submit", "Hello", "--max-tokens", "12", "--seed", "3")
         assert status == 0, error
@@ -82,7 +82,7 @@ async def test_continuations_are_scored_from_the_command_line(redis_url, shell):
         assert "continuations[0] is empty; it needs at least one token" in error
 
 
-async def test_cancel_from_the_command_line(shell):
+async def test_a_running_job_is_cancelled_from_the_command_line(shell):
     _, out, _ = await shell.run("submit", "never run", "--max-tokens", "5")
     job = out.strip()
     status, _, error = await shell.run("cancel", job)
@@ -102,14 +102,14 @@ async def test_cancel_from_the_command_line(shell):
         (("submit", "hi", "--temperature", "-3"), "temperature"),
     ],
 )
-async def test_an_error_is_one_sentence_and_a_status(shell, arguments, says):
+async def test_each_command_error_is_one_sentence_and_an_exit_status(shell, arguments, says):
     status, _, error = await shell.run(*arguments)
     assert status != 0
     assert says in error
     assert "Traceback" not in error
 
 
-async def test_a_server_that_is_away_is_one_sentence(shell):
+async def test_an_unreachable_server_is_an_error_of_one_sentence(shell):
     status, _, error = await shell.run("submit", "hi", "--redis-url", "redis://127.0.0.1:1/0")
     assert status != 0
     assert "127.0.0.1:1" in error
@@ -134,7 +134,7 @@ async def test_a_worker_names_every_wrong_setting_at_once(shell):
     assert "did you mean TOKENMILL_LEASE_SECONDS" in error
 
 
-async def test_a_misspelt_database_is_named_and_not_made(tmp_path, shell):
+async def test_a_missing_database_is_named_and_not_created(tmp_path, shell):
     path = tmp_path / "folder" / "misspelt.db"
     status, _, error = await shell.run(
         "worker", "--database-url", f"sqlite:///{path}", "--model", "synthetic"
@@ -146,7 +146,7 @@ async def test_a_misspelt_database_is_named_and_not_made(tmp_path, shell):
     assert f"there is no database at {path}" in error
 
 
-async def test_a_file_that_is_no_database_ends_a_start_at_once(tmp_path, shell):
+async def test_a_file_that_is_not_a_database_ends_a_start_at_once(tmp_path, shell):
     path = tmp_path / "notes.txt"
     path.write_text("these are no tables\n" * 100)
     status, _, error = await shell.run(
@@ -171,7 +171,7 @@ async def test_a_wrong_password_ends_a_start_at_once(redis_url, shell):
     assert (status, "redis://user:password@host:6379/0" in out) == (1, True)
 
 
-async def test_a_start_that_fails_prints_the_reason_alone(tmp_path, shell):
+async def test_a_failed_start_prints_its_reason_last_without_shutdown_lines(tmp_path, shell):
     status, _, error = await shell.run("worker", "--model", f"{tmp_path}/none")
     assert status == 1
     assert error.splitlines()[-1] == f"Error: there is no folder or file {tmp_path}/none"
@@ -179,7 +179,7 @@ async def test_a_start_that_fails_prints_the_reason_alone(tmp_path, shell):
     assert "Shutting down" not in error
 
 
-async def test_doctor_names_what_is_missing(shell):
+async def test_doctor_names_an_unreachable_server(shell):
     status, out, error = await shell.run("doctor", "--redis-url", "redis://127.0.0.1:1/0")
     assert status == 1
     assert "redis" in out + error

@@ -96,7 +96,9 @@ def demos() -> Iterator[list[Demo]]:
         demo.process.wait()
 
 
-def test_shows_every_answer_results_and_usage(demos: list[Demo], tmp_path: Path) -> None:
+def test_the_demonstration_shows_every_answer_results_and_usage(
+    demos: list[Demo], tmp_path: Path
+) -> None:
     demo = Demo(tmp_path, "--max-tokens", "12")
     demos.append(demo)
     assert demo.process.wait(150) == 0, demo.output
@@ -110,7 +112,7 @@ def test_shows_every_answer_results_and_usage(demos: list[Demo], tmp_path: Path)
 
 
 @pytest.mark.parametrize("moment", ["starting Valkey", "the worker loads its model", "job 6 ?"])
-def test_ctrl_c_at_any_moment_leaves_nothing(
+def test_ctrl_c_at_any_moment_leaves_no_process_of_the_demonstration(
     demos: list[Demo], tmp_path: Path, moment: str
 ) -> None:
     demo = Demo(tmp_path)
@@ -123,7 +125,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing(
     assert list(tmp_path.glob("tokenmill-*")) == []
 
 
-def test_a_killed_demonstration_leaves_nothing(demos: list[Demo], tmp_path: Path) -> None:
+def test_a_killed_demonstration_leaves_no_process(demos: list[Demo], tmp_path: Path) -> None:
     demo = Demo(tmp_path)
     demos.append(demo)
     demo.wait_for("job 6 ?")

@@ -30,7 +30,7 @@ class KilledWhileLoading(EngineProcess):
         return await starting
 
 
-async def test_a_worker_serves_after_its_first_engine_was_killed_while_it_loaded(
+async def test_a_worker_serves_after_its_first_engine_was_killed_while_loading(
     redis_url: str, tmp_path: Path
 ) -> None:
     chosen = settings(redis_url, database_url(tmp_path))

@@ -40,7 +40,7 @@ async def test_an_engine_crash_fails_the_crashing_job_alone(redis_url, tmp_path)
     assert "crash" in dead.error.message
 
 
-async def test_an_engine_that_hangs_is_replaced_and_its_jobs_go_on(redis_url, tmp_path):
+async def test_a_hanging_engine_is_replaced_and_its_jobs_continue(redis_url, tmp_path):
     database = database_url(tmp_path)
     asked = {"prompt": "freeze me", "max_tokens": 300, "ignore_eos": True, "seed": 3}
     async with (
@@ -66,7 +66,7 @@ async def test_an_engine_that_hangs_is_replaced_and_its_jobs_go_on(redis_url, tm
     assert [place for c in chunks for place in range(c.index, c.end)] == list(range(300))
 
 
-async def test_a_job_that_hangs_the_engine_is_set_aside_and_the_others_end(redis_url, tmp_path):
+async def test_a_job_that_hangs_the_engine_is_dead_lettered_and_the_others_end(redis_url, tmp_path):
     database = database_url(tmp_path)
     limits = {
         "model": "synthetic?step_ms=1",
@@ -85,7 +85,7 @@ async def test_a_job_that_hangs_the_engine_is_set_aside_and_the_others_end(redis
     assert [result.status for result in results] == [JobStatus.SUCCEEDED] * 4 + [JobStatus.DEAD]
 
 
-async def test_an_engine_whose_steps_all_fail_costs_no_job(redis_url, tmp_path):
+async def test_an_engine_whose_steps_all_fail_is_replaced_without_losing_a_job(redis_url, tmp_path):
     """Memory or disk is gone: the engine is replaced until it works again, and every job is
     answered by it.
     """
@@ -123,7 +123,7 @@ async def test_an_engine_whose_steps_all_fail_costs_no_job(redis_url, tmp_path):
     assert worker.service.health.engine_restarts == 2
 
 
-async def test_a_step_that_raises_fails_one_request(redis_url, tmp_path):
+async def test_a_step_that_raises_fails_only_the_request_at_fault(redis_url, tmp_path):
     database = database_url(tmp_path)
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
         jobs = [
@@ -137,7 +137,7 @@ async def test_a_step_that_raises_fails_one_request(redis_url, tmp_path):
     assert "breaks the step" in results[1].error.message
 
 
-async def test_a_failure_that_may_pass_is_retried_by_the_jobs_own_policy(redis_url, tmp_path):
+async def test_a_transient_failure_is_retried_by_the_jobs_own_policy(redis_url, tmp_path):
     database = database_url(tmp_path)
     policy = RetryPolicy(max_attempts=3, backoff_ms=100)
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
@@ -151,7 +151,7 @@ async def test_a_failure_that_may_pass_is_retried_by_the_jobs_own_policy(redis_u
     assert last.finished_ms - last.created_ms >= 300  # 100 and 200 ms of backoff
 
 
-async def test_a_drained_workers_jobs_go_on_elsewhere_without_a_seam(redis_url, tmp_path):
+async def test_a_drained_worker_s_jobs_continue_on_another_at_the_next_token(redis_url, tmp_path):
     database = database_url(tmp_path)
     model = "synthetic?step_ms=10"
     asked = {"prompt": "hand me over", "max_tokens": 400, "ignore_eos": True, "seed": 11}
@@ -180,7 +180,7 @@ async def _read(client, job, chunks, under_way):
             under_way.set()
 
 
-async def test_a_stage_that_breaks_ends_the_worker_at_once_and_its_jobs_go_on_elsewhere(
+async def test_a_broken_stage_ends_the_worker_at_once_and_its_jobs_continue_on_another(
     redis_url, tmp_path, monkeypatch
 ):
     database = database_url(tmp_path)

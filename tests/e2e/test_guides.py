@@ -56,7 +56,7 @@ async def test_python_in_the_guides_runs(
 
 @pytest.mark.redis
 @pytest.mark.parametrize("max_tokens", [1, 400])
-async def test_the_reader_of_the_protocol_page_reads_what_the_result_holds(
+async def test_the_reader_of_the_protocol_page_reads_the_text_of_the_result(
     max_tokens: int,
     redis_url: str,
     valkey: Any,
@@ -181,7 +181,7 @@ def parse_problem(line: str) -> str | None:
     return None
 
 
-def test_a_wrong_command_would_be_noticed() -> None:
+def test_a_wrong_command_is_found_by_the_check_of_commands() -> None:
     assert parse_problem("tokenmill submit --max-tokens 5 Hello") is None
     assert parse_problem("tokenmill submit --no-such-option") is not None
     assert parse_problem("tokenmill conquer") is not None
@@ -198,7 +198,7 @@ def bench_lines() -> set[str]:
     return {line.strip() for line in found if "…" not in line and line != "--help"}
 
 
-def test_every_benchmark_and_peer_stands_behind_a_figure_of_a_page() -> None:
+def test_every_benchmark_and_peer_is_named_beside_a_figure_of_a_page() -> None:
     """A command or peer that no page uses is to be removed."""
     words = [shlex.split(line) for line in bench_lines()]
     assert {command for command, *_ in words} == set(bench.COMMANDS)
@@ -208,7 +208,7 @@ def test_every_benchmark_and_peer_stands_behind_a_figure_of_a_page() -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmarks_that_pages_name_take_these_options(
+def test_benchmark_commands_on_pages_have_options_that_exist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # `--json` writes a file
@@ -231,7 +231,7 @@ def test_the_benchmarks_that_pages_name_take_these_options(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_linked_files_and_headings_of_a_page_exist(page: Path) -> None:
     """Files that are linked are there, and so are the headings that a link points to."""
     missing = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):

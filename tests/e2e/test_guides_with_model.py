@@ -46,7 +46,7 @@ async def test_the_guide_of_structured_output_runs(redis_url: str, tmp_path: Pat
 @pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_the_guide_s_tool_is_called(redis_url: str, tmp_path: Path) -> None:
+async def test_the_tool_of_the_guide_is_called(redis_url: str, tmp_path: Path) -> None:
     """The model is not tuned for tools, so the first request asks for a call."""
     (code,) = [block for block in python_of(GUIDES / "client.md") if "tools=" in block]
     first, asked = "tools=[WEATHER]))\nif", 'tools=[WEATHER], tool_choice="required"))\nif'

@@ -48,7 +48,7 @@ async def at_work(client, name, least=1):
             await asyncio.sleep(0.02)
 
 
-async def test_a_rolling_upgrade_loses_and_repeats_nothing(redis_url, tmp_path):
+async def test_a_rolling_upgrade_loses_and_repeats_no_token(redis_url, tmp_path):
     database = database_url(tmp_path)
     asked = [
         {

@@ -22,7 +22,9 @@ SAME: dict[str, Any] = {
 }
 
 
-async def test_the_first_ends_and_no_job_hangs(redis_url: str, tmp_path: Path) -> None:
+async def test_the_first_of_two_workers_with_one_name_ends_and_no_job_hangs(
+    redis_url: str, tmp_path: Path
+) -> None:
     database = database_url(tmp_path)
     chosen = settings(redis_url, database, heartbeat_seconds=0.2, **SAME)
     first = Worker(chosen, thread_host(chosen.engine_config()))

@@ -39,7 +39,7 @@ def tokens_and_text(chunks):
     return tokens, "".join(c.text for c in chunks)
 
 
-async def test_a_job_goes_the_whole_way(redis_url, database):
+async def test_a_job_is_streamed_recorded_and_acknowledged(redis_url, database):
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
         job = await client.submit(
             prompt="Hello", max_tokens=30, temperature=0, ignore_eos=True, tenant="acme"
@@ -62,7 +62,7 @@ async def test_a_job_goes_the_whole_way(redis_url, database):
     ]
 
 
-async def test_early_late_and_second_subscribers_get_the_same(redis_url, database):
+async def test_early_late_and_second_subscribers_get_the_same_tokens(redis_url, database):
     async with client_of(redis_url, database) as client:
         job = await client.submit(prompt="Stream me", max_tokens=60, temperature=0, ignore_eos=True)
         early = asyncio.create_task(collect(client, job))
@@ -83,7 +83,7 @@ async def test_early_late_and_second_subscribers_get_the_same(redis_url, databas
     assert tail == seen[0][0][10:]
 
 
-async def test_several_tokens_in_a_chunk_are_the_same_answer(redis_url, database):
+async def test_several_tokens_per_chunk_give_the_same_answer(redis_url, database):
     """The engine is a process, so steps come while others are published."""
     prompt = {"prompt": "Stream me", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
     async with client_of(redis_url, database) as client:
@@ -123,7 +123,7 @@ async def test_several_tokens_in_a_chunk_are_the_same_answer(redis_url, database
     assert max(len(chunk.token_ids) for chunk in seen[0]) > 1, "nothing was gathered"
 
 
-async def test_the_queue_is_empty_afterwards(redis_url, database):
+async def test_the_queue_is_empty_after_a_job_ended(redis_url, database):
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
         jobs = [await client.submit(prompt=f"p{i}", max_tokens=5) for i in range(10)]
         for job in jobs:
@@ -148,7 +148,7 @@ async def test_an_idempotent_submit_is_one_job(redis_url, database):
     assert rows(database, "select count(*) from jobs") == [(1,)]
 
 
-async def test_cancel_queued_and_running(redis_url, database):
+async def test_queued_and_running_jobs_are_cancelled(redis_url, database):
     async with client_of(redis_url, database) as client:
         queued = await client.submit(prompt="never", max_tokens=5)
         await client.cancel(queued)
@@ -202,7 +202,7 @@ async def test_a_deadline_that_passes_while_the_job_waits_is_in_stream_result_an
     assert (result.status, result.error.code) == (JobStatus.EXPIRED, "deadline_exceeded")
 
 
-async def test_stop_strings_cut_exactly_and_bill_to_the_match(redis_url, database):
+async def test_a_stop_string_cuts_the_text_and_tokens_are_billed_up_to_it(redis_url, database):
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
         whole = await client.result(
             await client.submit(prompt="Cut", max_tokens=60, temperature=0, ignore_eos=True),
@@ -233,7 +233,7 @@ async def test_bulk_without_streaming_gives_the_same_result(redis_url, database)
     assert bulk.token_ids == streamed.token_ids
 
 
-async def test_several_choices(redis_url, database):
+async def test_several_choices_are_streamed_and_recorded(redis_url, database):
     async with running_worker(redis_url, database), client_of(redis_url, database) as client:
         job = await client.submit(prompt="Many", max_tokens=12, n=3, seed=5, ignore_eos=True)
         chunks = await collect(client, job)

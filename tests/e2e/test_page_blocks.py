@@ -25,10 +25,10 @@ PYTHON = {
     "README.md": "test_the_example_prints_a_streamed_answer",
     "bulk.md": "test_python_in_the_guides_runs",
     "celery.md": "test_a_webhook_is_verified_as_in_the_guide, test_the_guide_s_code_runs",
-    "client.md": "test_python_in_the_guides_runs, test_the_guide_s_tool_is_called",
+    "client.md": "test_python_in_the_guides_runs, test_the_tool_of_the_guide_is_called",
     "engine.md": "test_every_block_of_the_guide_runs",
     "models.md": "test_an_adapter_is_named_as_in_the_guide",
-    "protocol.md": "test_the_reader_of_the_protocol_page_reads_what_the_result_holds",
+    "protocol.md": "test_the_reader_of_the_protocol_page_reads_the_text_of_the_result",
     "quickstart.md": "test_python_in_the_guides_runs",
     "streaming.md": "test_python_in_the_guides_runs",
     "structured-output.md": "test_the_guide_of_structured_output_runs",
@@ -55,7 +55,7 @@ ELSEWHERE = {
     ("structured-output.md", '{"type": "structural_tag"'): "test_the_guide_s_tags_compile",
     ("structured-output.md", "tokenmill submit"): "test_the_guide_of_structured_output_runs",
     ("README.md", "TOKENMILL_DATABASE_URL"): "test_the_page_s_commands_write_an_empty_revision",
-    ("README.md", "ops/demo "): "test_shows_every_answer_results_and_usage",
+    ("README.md", "ops/demo "): "test_the_demonstration_shows_every_answer_results_and_usage",
     ("protocol.md", "de 00"): "test_example_bytes_decode_to_the_json_beside_them",
     ("protocol.md", "82 a4"): "test_example_bytes_decode_to_the_json_beside_them",
     ("protocol.md", '{"job_id"'): "test_example_bytes_decode_to_the_json_beside_them",
@@ -120,7 +120,7 @@ def test_every_block_has_fences(page: Path) -> None:
     assert re.findall(r"^(?: {4}|\t)(?! *[-*\d]).*", text, re.MULTILINE) == []
 
 
-def test_every_name_is_of_a_block_or_a_test() -> None:
+def test_every_listed_block_and_test_exists() -> None:
     """A block that is gone leaves no name behind, and the tests named here exist."""
     found = [(page.name, block) for page in PAGES for _, block in blocks(page)]
     stale = [

@@ -26,7 +26,7 @@ def recorded(database: str) -> list[str]:
     return found
 
 
-async def test_results_wait_until_the_database_is_there_again(
+async def test_results_wait_until_a_removed_database_is_restored(
     redis_url: str, tmp_path: Path
 ) -> None:
     database, port = database_url(tmp_path), free_port()

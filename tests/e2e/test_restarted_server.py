@@ -126,7 +126,7 @@ _SUCCEEDED = JobStatus.SUCCEEDED
 
 @every_server
 @pytest.mark.parametrize("with_signal", [signal.SIGTERM, signal.SIGKILL])
-async def test_a_restart_under_the_shipped_users_keeps_everything(
+async def test_a_restart_under_the_shipped_users_keeps_every_key_and_job(
     make_server: MakeServer, tmp_path: Path, server_name: str, with_signal: signal.Signals
 ) -> None:
     server = make_server(server_name)

@@ -125,7 +125,7 @@ async def spoil_and_attend(
 @pytest.mark.parametrize(
     ("spoil", "num_choices"), [*((spoil, 1) for spoil in SPOILS), (write_over, 3), (squeeze_in, 3)]
 )
-async def test_every_subscriber_gets_each_token_once_and_in_order(
+async def test_subscribers_get_each_token_once_and_in_order_though_the_log_is_overwritten(
     redis_url: str, redis: Any, tmp_path: Any, spoil: Spoil, num_choices: int
 ) -> None:
     asked: dict[str, Any] = {

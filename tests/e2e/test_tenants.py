@@ -35,7 +35,7 @@ async def test_a_prefix_is_found_by_its_own_tenant_only(redis_url, tmp_path):
     assert by_chat == 0
 
 
-async def test_a_request_cannot_choose_whose_cache_it_looks_into(redis_url, tmp_path):
+async def test_a_salt_set_by_the_producer_does_not_open_another_tenant_s_cache(redis_url, tmp_path):
     """Salt is the worker's to set; what a producer writes under that name is passed over."""
     database = database_url(tmp_path)
     async with (

@@ -47,7 +47,9 @@ async def front(redis_url: str, tmp_path: Path) -> AsyncIterator[Front]:
     gc.collect()
 
 
-async def test_a_job_s_way_over_tls(front: Front, tmp_path: Path) -> None:
+async def test_jobs_run_and_stream_over_tls_in_worker_and_clients(
+    front: Front, tmp_path: Path
+) -> None:
     url, database = front.url(front.ours), database_url(tmp_path)
 
     def threaded() -> str:
@@ -70,7 +72,7 @@ async def test_a_job_s_way_over_tls(front: Front, tmp_path: Path) -> None:
                 await plain.submit(prompt="plain")
 
 
-async def test_a_server_that_another_authority_vouches_for_is_refused(front: Front) -> None:
+async def test_a_certificate_of_another_authority_is_refused(front: Front) -> None:
     url = front.url(front.strange)
     async with AsyncClient(url, queue=QUEUE) as client:
         with pytest.raises(QueueUnavailable, match="certificate verify failed"):
@@ -92,7 +94,7 @@ async def test_a_certificate_for_another_host_is_refused(redis_url: str, tmp_pat
                 await client.submit(prompt="x")
 
 
-async def test_a_worker_prints_why_it_does_not_start(
+async def test_a_worker_logs_an_untrusted_certificate_while_it_waits_to_start(
     front: Front, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     chosen = settings(front.url(front.strange), database_url(tmp_path))
@@ -143,7 +145,7 @@ def verified(url: str, authority: Authority) -> str:
 
 
 @pytest.mark.postgres
-async def test_results_go_to_postgres_over_tls(
+async def test_results_are_recorded_in_postgres_over_tls(
     guarded_postgres: tuple[PostgresServer, Authority, Authority], redis_url: str
 ) -> None:
     server, ours, strange = guarded_postgres

@@ -38,7 +38,7 @@ TOGETHER = 48  # jobs in the worker at once
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["hermes", "xml", "pythonic", "deepseek"])
-async def test_streamed_calls_join_to_valid_recorded_ones(
+async def test_streamed_pieces_of_calls_join_to_the_recorded_calls_which_keep_their_schema(
     redis_url: str, tmp_path: Path, form: str, rounds: int
 ) -> None:
     template = tmp_path / "template.jinja"

@@ -28,7 +28,7 @@ def server() -> Iterator[tuple[ValkeyServer, str]]:
             yield valkey, f"unix://{path}"
 
 
-async def test_a_job_runs_streams_and_is_cancelled(
+async def test_jobs_run_stream_and_are_cancelled_over_a_unix_socket(
     server: tuple[ValkeyServer, str], tmp_path: Path
 ) -> None:
     url, database = server[1], database_url(tmp_path)
@@ -51,7 +51,9 @@ async def test_a_job_runs_streams_and_is_cancelled(
         assert threaded.status(job).status is JobStatus.SUCCEEDED
 
 
-async def test_its_restart_loses_no_token(server: tuple[ValkeyServer, str], tmp_path: Path) -> None:
+async def test_a_restart_of_a_server_on_a_unix_socket_loses_no_token(
+    server: tuple[ValkeyServer, str], tmp_path: Path
+) -> None:
     (valkey, url), database = server, database_url(tmp_path)
     async with (
         running_worker(url, database, model="synthetic?step_ms=10"),

@@ -51,7 +51,9 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-async def test_the_events_that_clients_get(redis_url: str, backend: Backend) -> None:
+async def test_the_backend_answers_statuses_double_submissions_and_resumed_events(
+    redis_url: str, backend: Backend
+) -> None:
     """One test checks all, since the start of a server takes long."""
     async with client_of(redis_url, backend.database) as client:
         await client.set_queue_limit(1)  # no worker takes a job yet

@@ -66,7 +66,7 @@ async def recorded(redis_url: str, backend: Backend, job: str) -> str:
 
 
 @pytest.mark.slow
-async def test_an_answer_streams_and_stands_in_history_and_usage(
+async def test_an_answer_is_streamed_and_listed_in_history_and_usage(
     redis_url: str, backend: Backend, browser: Browser
 ) -> None:
     prompt = "Is <img src=x onerror=alert(1)> “markup”?"
@@ -93,7 +93,7 @@ async def test_an_answer_streams_and_stands_in_history_and_usage(
 
 
 @pytest.mark.slow
-async def test_a_running_answer_stands_in_the_history_of_each_tab_until_its_row_replaces_it(
+async def test_a_running_answer_is_listed_in_every_tab_until_its_row_replaces_it(
     redis_url: str, backend: Backend, browser: Browser
 ) -> None:
     async with running_worker(redis_url, backend.database, model=SLOW):
@@ -110,7 +110,7 @@ async def test_a_running_answer_stands_in_the_history_of_each_tab_until_its_row_
 
 
 @pytest.mark.slow
-async def test_the_limit_of_tokens_is_kept_over_a_reload(
+async def test_the_token_limit_is_kept_after_a_reload(
     redis_url: str, backend: Backend, browser: Browser
 ) -> None:
     async with running_worker(redis_url, backend.database, model=SLOW):
@@ -121,7 +121,7 @@ async def test_the_limit_of_tokens_is_kept_over_a_reload(
 
 
 @pytest.mark.slow
-async def test_a_reload_in_mid_stream_goes_on(
+async def test_a_reload_during_a_stream_continues_the_answer(
     redis_url: str, backend: Backend, browser: Browser
 ) -> None:
     async with running_worker(redis_url, backend.database, model=SLOW):
@@ -138,7 +138,7 @@ async def test_a_reload_in_mid_stream_goes_on(
 
 
 @pytest.mark.slow
-async def test_a_restarted_backend_goes_on_where_the_browser_was(
+async def test_a_restarted_backend_continues_the_stream_at_the_browser_s_position(
     redis_url: str, backend: Backend, browser: Browser
 ) -> None:
     async with running_worker(redis_url, backend.database, model=SLOW):
@@ -158,7 +158,7 @@ async def test_a_restarted_backend_goes_on_where_the_browser_was(
 
 
 @pytest.mark.slow
-async def test_while_the_queue_is_away_the_page_shows_it_until_the_next_token(
+async def test_the_page_shows_an_unreachable_queue_until_the_next_token(
     make_valkey: Callable[..., ControlledValkey], database: str, browser: Browser, tmp_path: Path
 ) -> None:
     server = make_valkey(directory=tmp_path / "valkey")
@@ -188,7 +188,7 @@ async def test_while_the_queue_is_away_the_page_shows_it_until_the_next_token(
 
 
 @pytest.mark.slow
-async def test_cancel_keeps_what_was_generated(
+async def test_a_cancelled_answer_keeps_its_generated_text(
     redis_url: str, backend: Backend, browser: Browser
 ) -> None:
     async with running_worker(redis_url, backend.database, model=SLOW):
@@ -205,7 +205,7 @@ async def test_cancel_keeps_what_was_generated(
 
 
 @pytest.mark.slow
-async def test_a_cancel_that_is_answered_after_the_end_changes_nothing(
+async def test_a_cancel_answered_after_the_end_does_not_change_the_page(
     redis_url: str, backend: Backend, browser: Browser
 ) -> None:
     async with running_worker(redis_url, backend.database, model=SLOW):
@@ -247,7 +247,7 @@ async def test_errors_are_shown_on_the_page(
 
 
 @pytest.mark.slow
-async def test_no_user_can_read_anothers_job(
+async def test_a_user_cannot_read_another_user_s_job(
     redis_url: str, backend: Backend, browser: Browser
 ) -> None:
     async with running_worker(redis_url, backend.database, model=SLOW):
@@ -265,7 +265,7 @@ async def test_no_user_can_read_anothers_job(
 
 
 @pytest.mark.slow
-async def test_it_fits_a_phone(redis_url: str, backend: Backend, browser: Browser) -> None:
+async def test_the_page_fits_a_phone(redis_url: str, backend: Backend, browser: Browser) -> None:
     async with running_worker(redis_url, backend.database, model=SLOW):
         page = await open_page(browser, backend, viewport=PHONE)
         await ask(page, "word " + "x" * 300, 20)
@@ -275,7 +275,7 @@ async def test_it_fits_a_phone(redis_url: str, backend: Backend, browser: Browse
 
 
 @pytest.mark.slow
-async def test_keys_alone_suffice_and_a_screen_reader_gets_names(
+async def test_the_page_is_usable_by_keyboard_and_has_roles_and_names(
     redis_url: str, backend: Backend, browser: Browser
 ) -> None:
     """A job is asked and cancelled without a mouse, in dark mode; parts have roles and names."""

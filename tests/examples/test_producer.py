@@ -72,7 +72,9 @@ def text_of(chunks: list[Any]) -> str:
     return "".join(chunk.get("text", "") for chunk in chunks)
 
 
-async def test_it_submits_streams_and_ends_as_python_does(redis_url: str, database: str) -> None:
+async def test_the_javascript_producer_submits_streams_and_ends_like_the_python_client(
+    redis_url: str, database: str
+) -> None:
     url = ("--url", redis_url)
     async with running_worker(redis_url, database, model=SLOW), client_of(redis_url) as client:
         job, chunks, result = await collect(
@@ -110,7 +112,7 @@ def run_producer(
     )
 
 
-def test_its_help_names_every_option() -> None:
+def test_the_javascript_producer_s_help_names_every_option() -> None:
     done = run_producer(EXAMPLES / "producer.mjs", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     for option in (
@@ -125,7 +127,7 @@ def test_its_help_names_every_option() -> None:
         assert f"  {option}" in done.stdout
 
 
-def test_a_copy_names_what_it_needs_and_runs_with_it(
+def test_a_copied_producer_names_its_missing_scripts_and_runs_with_them(
     tmp_path: Path, redis_url: str, allowed_keys: list[str]
 ) -> None:
     allowed_keys.append("tm:{q}:*")
@@ -151,7 +153,7 @@ def test_a_copy_names_what_it_needs_and_runs_with_it(
 
 
 @pytest.mark.parametrize("option", ["--max-tokens", "--starting-after"])
-def test_what_is_no_count_is_refused_before_anything_is_sent(option: str) -> None:
+def test_an_invalid_count_is_refused_before_anything_is_sent(option: str) -> None:
     try:
         command = [node(), str(EXAMPLES / "producer.mjs"), "--queue", QUEUE, option, "abc", "Hello"]
     except NodeUnavailable as error:
@@ -165,7 +167,9 @@ def test_what_is_no_count_is_refused_before_anything_is_sent(option: str) -> Non
     )
 
 
-async def test_it_begins_inside_a_checkpoint(redis_url: str, database: str) -> None:
+async def test_the_javascript_producer_starts_inside_a_checkpoint(
+    redis_url: str, database: str
+) -> None:
     async with running_worker(redis_url, database, model=SLOW), client_of(redis_url) as client:
         job = await client.submit(prompt="Grüße, 🌍", max_tokens=250, ignore_eos=True, stream=False)
 
@@ -180,7 +184,9 @@ async def test_it_begins_inside_a_checkpoint(redis_url: str, database: str) -> N
     assert text_of(rest) == result.text[result.choices[0].text_ends[19] :]
 
 
-async def test_it_fills_what_pubsub_lost(redis_url: str, database: str, valkey: Any) -> None:
+async def test_the_javascript_producer_reads_tokens_that_pubsub_lost_from_the_log(
+    redis_url: str, database: str, valkey: Any
+) -> None:
     """The server cuts its subscription again and again; each token of two choices comes once."""
     async with running_worker(redis_url, database, model=SLOW), client_of(redis_url) as client:
         job = await client.submit(prompt="Go", max_tokens=150, n=2, ignore_eos=True)
@@ -201,7 +207,7 @@ async def test_it_fills_what_pubsub_lost(redis_url: str, database: str, valkey: 
 
 
 @pytest.mark.parametrize("from_result", [False, True])
-async def test_text_behind_the_last_token_of_a_choice_comes_once(
+async def test_text_behind_a_choice_s_last_token_is_printed_once(
     redis_url: str, valkey: Any, allowed_keys: list[str], from_result: bool
 ) -> None:
     allowed_keys.append("tm:{q}:*")
@@ -258,7 +264,7 @@ async def test_options_of_a_request_take_effect(redis_url: str) -> None:
         assert await client.cancel(info.job_id) == "cancelled"
 
 
-async def test_without_a_queue_nothing_is_submitted(redis_url: str) -> None:
+async def test_a_missing_queue_name_is_refused_before_submitting(redis_url: str) -> None:
     try:
         command = [node(), str(EXAMPLES / "producer.mjs"), "--url", redis_url, "Hello"]
     except NodeUnavailable as error:
@@ -270,7 +276,7 @@ async def test_without_a_queue_nothing_is_submitted(redis_url: str) -> None:
     assert said.stderr.startswith("producer: name the queue")
 
 
-def test_the_scripts_it_joins_are_ours() -> None:
+def test_the_javascript_producer_s_script_is_the_client_s() -> None:
     """The text is the helpers, one line feed and the script; any other has another SHA-1."""
     text = "\n".join(
         (EXAMPLES.parents[1] / "api_client" / "tokenmill" / "lua" / f"{name}.lua").read_text()

@@ -78,7 +78,7 @@ async def run(program: list[str], *arguments: str) -> tuple[int, str, list[str]]
     return done.returncode, done.stdout.decode(), done.stderr.decode().splitlines()
 
 
-async def test_it_submits_and_streams_what_the_result_holds(
+async def test_each_producer_submits_a_job_and_streams_the_result_s_text(
     redis_url: str, database: str, program: list[str]
 ) -> None:
     async with running_worker(redis_url, database, model=SLOW), client_of(redis_url) as client:
@@ -93,7 +93,7 @@ async def test_it_submits_and_streams_what_the_result_holds(
 
 
 @pytest.mark.slow
-async def test_several_choices_and_a_cut_subscription(
+async def test_each_producer_streams_several_choices_over_a_cut_subscription(
     redis_url: str, database: str, program: list[str], valkey: Any
 ) -> None:
     """The server cuts the subscription several times; each token of each choice comes once."""
@@ -111,7 +111,7 @@ async def test_several_choices_and_a_cut_subscription(
     assert await reading == (0, f"{first}\n[1] {second}\n", [f"job {job}", "succeeded"])
 
 
-async def test_it_skips_what_it_has_and_reads_what_it_lacks(
+async def test_each_producer_skips_received_tokens_and_reads_missing_ones(
     redis_url: str, program: list[str], valkey: Any, allowed_keys: list[str]
 ) -> None:
     """A chunk begins with tokens that it has; another begins behind a chunk that was not published.
@@ -157,7 +157,7 @@ async def test_it_skips_what_it_has_and_reads_what_it_lacks(
 
 
 @pytest.mark.parametrize("from_result", [False, True])
-async def test_text_behind_the_last_token_of_a_choice_comes_once(
+async def test_each_producer_prints_text_behind_a_choice_s_last_token_once(
     redis_url: str, program: list[str], valkey: Any, allowed_keys: list[str], from_result: bool
 ) -> None:
     allowed_keys.append("tm:{q}:*")

@@ -22,7 +22,7 @@ INPUTS = 500
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_nothing_undocumented_comes_out(name):
+def test_fuzz_targets_raise_only_documented_errors(name):
     target = ALL[name]
     report = run_seeded(target, INPUTS * target.share // 4, seed=1)
     assert report.read > 0
@@ -30,12 +30,12 @@ def test_nothing_undocumented_comes_out(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_seeds_are_good_ones(name):
+def test_every_seed_is_accepted_by_its_target(name):
     target = ALL[name]
     assert all(target.try_one(seed) for seed in target.seeds)
 
 
-def test_what_is_undocumented_is_found(monkeypatch):
+def test_an_undocumented_error_is_a_finding(monkeypatch):
     """The watchdog ends with the run: it would end this process later."""
     cancelled = []
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: cancelled.append(1))
@@ -119,13 +119,13 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_is_refused_with_a_sentence_before_it_is_built(name):
+def test_a_bomb_is_refused_with_a_sentence_before_it_is_decoded(name):
     payload, sentence = BOMBS[name]
     with pytest.raises(DecodeError, match=sentence):
         decode_request(payload)
 
 
-def test_a_bomb_that_comes_before_a_harmless_field_of_the_same_name_is_not_built():
+def test_a_large_field_repeated_by_a_harmless_one_of_the_same_name_is_not_built():
     # The last field of a name counts; were the first one built, this would take half a gigabyte.
     twice = (
         b"\x82" + b"\xabjson_schema" + b"\x81\xa1a" + array(MANY, b"\x90") + b"\xabjson_schema\x80"
@@ -135,7 +135,7 @@ def test_a_bomb_that_comes_before_a_harmless_field_of_the_same_name_is_not_built
     assert request.params.response_format.json_schema == {}
 
 
-def test_a_large_request_arrives_whole():
+def test_a_large_request_is_decoded_whole():
     request = JobRequest(job_id="x", prompt="a" * HARMLESS_BYTES * 2, metadata={"a": "b"})
     assert decode_request(encode(request)) == request
     unknown = msgpack.packb(

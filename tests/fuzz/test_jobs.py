@@ -35,7 +35,7 @@ def read(text, status="succeeded"):
 # ── drawing ──
 
 
-def test_a_job_is_drawn_by_its_seed_and_number_alone():
+def test_a_drawn_job_depends_on_seed_and_number_alone():
     again = [Case.draw(1, number) for number in reversed(range(300))]
     assert [str(case) for case in reversed(again)] == [str(case) for case in DRAWN]
     assert Case.draw(2, 7).arguments != DRAWN[7].arguments
@@ -62,7 +62,7 @@ def test_drawn_jobs_reach_every_field_and_most_pass_the_client():
     assert len(DRAWN) / 3 < passed < len(DRAWN)
 
 
-def test_a_case_is_shown_small_with_the_command_that_repeats_it():
+def test_a_case_is_printed_short_with_the_command_that_repeats_it():
     for case in DRAWN:
         shown = str(case)
         assert len(shown) < 12_000
@@ -99,7 +99,7 @@ def test_a_fault_of_a_run_is_a_problem(changes, words):
     assert any(words in problem for problem in outcome(**changes).problems())
 
 
-def test_a_job_that_fails_by_its_own_fault_is_no_problem():
+def test_a_job_refused_for_its_own_error_is_no_problem():
     row = EndRow("failed", "invalid_request", "stop may have 16 strings, not 17", "text")
     rows = {"j": row}
     submitted = Submitted(cases={"j": DRAWN[0]}, received={"j": read("text", "failed")})

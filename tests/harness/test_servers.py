@@ -76,7 +76,7 @@ def test_a_fixed_port_that_is_taken_is_a_clear_error(valkey: ControlledValkey) -
     server.stop()
 
 
-def test_freeze_and_thaw(make_valkey: MakeValkey) -> None:
+def test_a_frozen_server_answers_after_the_thaw(make_valkey: MakeValkey) -> None:
     server = make_valkey()
     with server.client() as client, server.client(socket_timeout=0.2, retry=None) as hasty:
         assert client.ping()
@@ -116,7 +116,7 @@ def test_the_server_dies_with_a_killed_parent(from_thread: bool, tmp_path: Path)
     assert is_gone(int(pid))
 
 
-def test_a_private_directory_of_a_dead_process_is_swept(
+def test_the_private_directory_of_a_dead_process_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -135,7 +135,7 @@ def test_a_private_directory_of_a_dead_process_is_swept(
 
 
 class TestLeaks:
-    def test_only_lasting_and_dying_keys_pass(self, redis_url: str) -> None:
+    def test_permanent_and_expiring_keys_are_no_leaks(self, redis_url: str) -> None:
         with redis.Redis.from_url(redis_url) as client:
             client.set("tm:{q}:idem:tenant:key", "job", ex=60)
             client.xadd("tm:{q}:jobs:bulk:a:b", {"id": "1"})
@@ -153,7 +153,7 @@ class TestLeaks:
             ("tm:{q}:tenant:a", "x"),
         ],
     )
-    def test_leaks_are_named(
+    def test_a_key_without_ttl_or_of_an_unknown_name_is_a_leak(
         self, redis_url: str, allowed_keys: list[str], key: str, field: str
     ) -> None:
         allowed_keys.append("*")  # for the fixture's own check, after this test
@@ -165,7 +165,7 @@ class TestLeaks:
 
 
 class TestProxy:
-    def test_passes_cuts_and_heals(
+    def test_a_proxy_passes_refuses_and_passes_again(
         self, redis_url: str, valkey: ControlledValkey, make_proxy: Callable[[int], FaultProxy]
     ) -> None:
         proxy = make_proxy(valkey.port)
@@ -183,7 +183,7 @@ class TestProxy:
             proxy.heal()
             assert client.ping()
 
-    def test_a_lost_reply_has_acted(
+    def test_a_command_whose_reply_is_lost_was_executed(
         self, redis_url: str, valkey: ControlledValkey, make_proxy: Callable[[int], FaultProxy]
     ) -> None:
         proxy = make_proxy(valkey.port)
@@ -195,7 +195,7 @@ class TestProxy:
         with valkey.client() as direct:
             assert direct.get("key") == b"1"
 
-    def test_a_client_whose_half_is_closed_reads_the_end(
+    def test_a_client_reads_the_end_of_a_half_closed_connection(
         self, redis_url: str, valkey: ControlledValkey, make_proxy: Callable[[int], FaultProxy]
     ) -> None:
         proxy = make_proxy(valkey.port)
@@ -208,7 +208,7 @@ class TestProxy:
             with valkey.client() as direct:
                 wait_until(lambda: direct.get("key") == b"1")
 
-    def test_a_server_whose_half_is_closed_ends_the_connection(
+    def test_a_half_closed_server_side_ends_the_connection(
         self, redis_url: str, valkey: ControlledValkey, make_proxy: Callable[[int], FaultProxy]
     ) -> None:
         proxy = make_proxy(valkey.port)
@@ -219,7 +219,7 @@ class TestProxy:
             with pytest.raises(ConnectionResetError):
                 client.recv(100)
 
-    def test_lost_bytes_reach_nobody_until_the_reset(
+    def test_lost_bytes_are_not_delivered_before_the_reset(
         self, redis_url: str, valkey: ControlledValkey, make_proxy: Callable[[int], FaultProxy]
     ) -> None:
         proxy = make_proxy(valkey.port)
@@ -234,7 +234,7 @@ class TestProxy:
                 client.recv(100)
             assert hasty.get("key") is None
 
-    def test_data_that_trickles_arrives_whole(
+    def test_data_sent_a_few_bytes_at_a_time_arrives_whole(
         self, redis_url: str, valkey: ControlledValkey, make_proxy: Callable[[int], FaultProxy]
     ) -> None:
         proxy = make_proxy(valkey.port)
@@ -244,7 +244,7 @@ class TestProxy:
                 client.set("key", b"x" * size, ex=60)
                 assert client.get("key") == b"x" * size
 
-    def test_delay(
+    def test_a_delayed_connection_replies_late(
         self, redis_url: str, valkey: ControlledValkey, make_proxy: Callable[[int], FaultProxy]
     ) -> None:
         proxy = make_proxy(valkey.port)
@@ -258,7 +258,9 @@ class TestProxy:
 
 @pytest.mark.postgres
 class TestPostgres:
-    def test_each_database_is_fresh(self, postgres: PostgresServer, postgres_url: str) -> None:
+    def test_each_created_database_is_empty(
+        self, postgres: PostgresServer, postgres_url: str
+    ) -> None:
         other = postgres.create_database()
         with psycopg.connect(postgres_url.replace("+psycopg", "")) as connection:
             connection.execute("CREATE TABLE t (x int)")
@@ -267,7 +269,9 @@ class TestPostgres:
         postgres.drop_database(other)
 
     @pytest.mark.parametrize("how", ["stop", "crash", "kill"])
-    def test_data_survives(self, own_postgres: PostgresServer, how: str) -> None:
+    def test_data_survives_stop_crash_and_kill_of_postgres(
+        self, own_postgres: PostgresServer, how: str
+    ) -> None:
         own_postgres.execute("CREATE TABLE kept AS SELECT 7 AS x")
         port = own_postgres.port
         if how == "kill":
@@ -280,7 +284,7 @@ class TestPostgres:
         assert own_postgres.port == port
         own_postgres.execute("INSERT INTO kept VALUES (8)")
 
-    def test_a_killed_parent_takes_it_along(self) -> None:
+    def test_a_postgres_server_ends_with_its_killed_parent(self) -> None:
         body = (
             "import time\n"
             "from tests.support.postgres import PostgresServer\n"

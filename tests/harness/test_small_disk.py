@@ -7,7 +7,7 @@ from tests.support.small_disk import need_small_disk
 from tests.support.valkey import ControlledValkey
 
 
-def test_a_full_disk_takes_no_byte_more_until_it_is_freed(tmp_path):
+def test_a_full_disk_refuses_writes_until_it_is_freed(tmp_path):
     with need_small_disk(tmp_path / "disk", 2) as disk:
         disk.fill()
         with pytest.raises(OSError, match="No space left"):
@@ -19,7 +19,7 @@ def test_a_full_disk_takes_no_byte_more_until_it_is_freed(tmp_path):
 
 
 @pytest.mark.redis
-def test_what_valkey_has_confirmed_outlives_a_full_disk(tmp_path):
+def test_writes_confirmed_by_valkey_survive_a_full_disk(tmp_path):
     with need_small_disk(tmp_path / "disk", 32) as disk:
         always = {"appendfsync": "always"}
         with (

@@ -27,7 +27,7 @@ def test_a_cluster_spreads_keys_and_refuses_to_mix_slots(valkey_cluster: ValkeyC
 
 
 @pytest.mark.slow
-def test_a_killed_primary_is_replaced_and_its_data_is_there(sentinel_group: SentinelGroup) -> None:
+def test_a_killed_primary_is_replaced_without_losing_data(sentinel_group: SentinelGroup) -> None:
     sentinel = Sentinel([("127.0.0.1", s.port) for s in sentinel_group.sentinels])
     before = sentinel_group.primary
     with before.client() as client:

@@ -87,13 +87,13 @@ async def test_a_chat_becomes_the_tokens_that_the_template_gives():
     assert not admitted.answer.is_finished
 
 
-async def test_prompts_and_ids(processor):
+async def test_a_text_prompt_is_tokenised_and_token_ids_are_kept(processor):
     assert (processor.process(delivery_of(request()))).generation.prompt.token_ids == tuple(b"hi")
     ids = processor.process(delivery_of(request(prompt=None, prompt_ids=(5, 6))))
     assert ids.generation.prompt.token_ids == (5, 6)
 
 
-async def test_no_seed_is_the_same_seed_at_every_delivery(processor):
+async def test_a_job_without_a_seed_gets_the_same_seed_at_every_delivery(processor):
     for attempt in (1, 2):
         admitted = processor.process(delivery_of(request(), attempt=attempt))
         assert isinstance(admitted, AdmittedJob)
@@ -102,7 +102,7 @@ async def test_no_seed_is_the_same_seed_at_every_delivery(processor):
     assert 0 <= seed_of("job") < 2**63
 
 
-async def test_no_limit_means_the_default_or_the_rest_of_the_length():
+async def test_a_job_without_max_tokens_gets_the_default_or_the_rest_of_the_length():
     for default, prompt, expected in ((None, "hi", 4094), (100, "hi", 100), (100, "x" * 4090, 6)):
         model = ServedModel(("tiny",), 4096, MODEL.vocab_size, MODEL.eos_token_ids, default)
         admitted = InputProcessor(byte_level(), model, clock=Clock()).process(
@@ -115,7 +115,7 @@ async def test_no_limit_means_the_default_or_the_rest_of_the_length():
 # ── what does not fit ──
 
 
-async def test_prompt_and_max_tokens_beyond_the_models_length(processor):
+async def test_prompt_and_max_tokens_beyond_the_model_s_length_are_refused(processor):
     fits = request(prompt="x" * 96, params=SamplingParams(max_tokens=4000))
     assert isinstance(processor.process(delivery_of(fits)), AdmittedJob)
     code, message = await refusal(
@@ -125,7 +125,7 @@ async def test_prompt_and_max_tokens_beyond_the_models_length(processor):
     assert message == "97 prompt tokens and max_tokens=4000 make 4097; the model's length is 4096"
 
 
-async def test_a_prompt_that_leaves_no_room(processor):
+async def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(processor):
     assert isinstance(processor.process(delivery_of(request(prompt="x" * 4095))), AdmittedJob)
     for prompt in ("x" * 4096, "abc" * 5000):
         code, message = await refusal(processor, delivery_of(request(prompt=prompt)))
@@ -150,7 +150,7 @@ async def test_a_prompt_far_too_long_is_refused_without_being_tokenised():
         assert "8192" in message
 
 
-async def test_ids_outside_the_vocabulary(processor):
+async def test_token_ids_outside_the_vocabulary_are_refused(processor):
     beyond = MODEL.vocab_size
     for job in (
         request(prompt=None, prompt_ids=(1, beyond)),
@@ -168,7 +168,7 @@ async def test_ids_outside_the_vocabulary(processor):
         assert str(beyond) in message
 
 
-async def test_an_unknown_model(processor):
+async def test_a_job_for_an_unknown_model_is_refused_with_the_served_names(processor):
     code, message = await refusal(processor, delivery_of(request(model="gpt-99")))
     assert (code, message) == (
         "model_not_found",
@@ -210,19 +210,19 @@ UNDECODABLE = {
 
 
 @pytest.mark.parametrize("case", UNDECODABLE)
-async def test_what_cannot_be_decoded_is_answered(processor, case):
+async def test_an_undecodable_request_fails_the_job_with_a_sentence(processor, case):
     code, message = await refusal(processor, raw(UNDECODABLE[case]))
     assert code == "invalid_request"
     assert message.startswith("the job request")
 
 
-async def test_the_error_names_the_size_and_its_limit(processor):
+async def test_an_oversized_request_is_refused_with_its_size_and_the_limit(processor):
     _, message = await refusal(processor, raw(UNDECODABLE["10 MB"]))
     assert str(MAX_PAYLOAD_BYTES) in message
     assert str(len(UNDECODABLE["10 MB"])) in message
 
 
-async def test_a_worker_may_take_less_than_the_wire_does():
+async def test_a_worker_s_size_limit_may_be_lower_than_the_wire_s():
     strict = InputProcessor(byte_level(), MODEL, max_payload_bytes=2_000, clock=Clock())
     payload = encode(request(prompt="x" * 2_000))
     _, message = await refusal(strict, raw(payload))
@@ -260,19 +260,19 @@ async def test_a_worker_may_take_less_than_the_wire_does():
         ({"params": SamplingParams(stop=("",))}, "stop[0] must have 1 to"),
     ],
 )
-async def test_what_cannot_be_meant_is_refused(processor, fields, expected):
+async def test_contradictory_or_empty_fields_are_refused(processor, fields, expected):
     code, message = await refusal(processor, delivery_of(request(**fields)))
     assert code == "invalid_request"
     assert expected in message
 
 
-async def test_every_problem_is_named_at_once(processor):
+async def test_all_problems_of_a_request_are_reported_together(processor):
     bad = request(prompt="", params=SamplingParams(top_k=-7, n=0))
     _, message = await refusal(processor, delivery_of(bad))
     assert all(name in message for name in ("prompt", "top_k", "n must"))
 
 
-async def test_a_prompt_without_tokens(processor):
+async def test_a_prompt_that_encodes_to_no_token_is_refused(processor):
     code, message = await refusal(
         InputProcessor(Tokenizer(byte_level()._tokenizer, "{# nothing #}"), MODEL, clock=Clock()),
         delivery_of(request(prompt=None, messages=(Message("user", "x"),))),
@@ -281,7 +281,7 @@ async def test_a_prompt_without_tokens(processor):
 
 
 @pytest.mark.timeout(600)
-async def test_messages_where_the_model_has_no_chat_template():
+async def test_messages_for_a_model_without_a_chat_template_are_refused():
     model = ServedModel(("gemma3-270m",), 2048, 262144, frozenset({1}))
     job = request(prompt=None, messages=(Message("user", "x"),))
     code, message = await refusal(InputProcessor(gemma3(), model, clock=Clock()), delivery_of(job))
@@ -291,7 +291,7 @@ async def test_messages_where_the_model_has_no_chat_template():
     )
 
 
-async def test_a_refused_requests_names_fit_the_record(processor):
+async def test_names_of_a_refused_request_are_cut_to_the_record_s_columns(processor):
     """SQL text holds no null character, and its columns have an end."""
     bad = request(tenant="a\0b" * 500, model="m\n", metadata={"k": "v" * 1_000_000, "\0": ""})
     outcome = processor.process(delivery_of(bad))
@@ -304,7 +304,7 @@ async def test_a_refused_requests_names_fit_the_record(processor):
     assert (fine.result.tenant, fine.result.metadata) == ("acme", {"k": "v"})
 
 
-async def test_whatever_breaks_inside_is_an_answer_too():
+async def test_an_exception_during_processing_fails_the_job_with_a_sentence():
     class Broken(Tokenizer):
         def encode(self, text, special=False):
             raise MemoryError
@@ -319,7 +319,7 @@ async def test_whatever_breaks_inside_is_an_answer_too():
     )
 
 
-async def test_a_deadline_that_passed_in_the_queue(processor):
+async def test_a_job_whose_deadline_passed_in_the_queue_expires(processor):
     late = request(deadline_ms=CREATED_MS + 400)
     outcome = processor.process(delivery_of(late))
     assert isinstance(outcome, FinishedJob)

@@ -46,7 +46,7 @@ async def admitted(job: JobRequest, tokenizer: Tokenizer) -> AdmittedJob:
         pytest.param(gemma3, id="sentencepiece", marks=pytest.mark.slow),
     ],
 )
-async def test_texts_are_read_in_one_piece_with_the_prompt(load) -> None:
+async def test_continuations_are_tokenised_together_with_the_prompt(load) -> None:
     tokenizer = load()
     found = await admitted(request(" blue", " dark and cold", "."), tokenizer)
     prompt = tokenizer.encode("The sky is", special=True)
@@ -59,7 +59,7 @@ async def test_texts_are_read_in_one_piece_with_the_prompt(load) -> None:
     assert len(found.answer.choices) == 3
 
 
-async def test_a_chat_is_rendered_before_them() -> None:
+async def test_continuations_follow_the_rendered_chat() -> None:
     chat = (Message("user", "Is it blue?"),)
     found = await admitted(request("Yes", "No", prompt=None, messages=chat), smollm2())
     rendered = smollm2().template.render(chat)
@@ -67,13 +67,13 @@ async def test_a_chat_is_rendered_before_them() -> None:
     assert found.generation.given == (smollm2().encode("Yes"), smollm2().encode("No"))
 
 
-async def test_token_ids_are_taken_as_they_are() -> None:
+async def test_continuations_given_as_token_ids_are_kept() -> None:
     job = request((5, 6), (7,), prompt=None, prompt_ids=(1, 2))
     found = await admitted(job, smollm2())
     assert (found.generation.prompt.token_ids, found.generation.given) == ((1, 2), ((5, 6), (7,)))
 
 
-async def test_the_most_likely_tokens_and_an_adapter_may_be_asked_for() -> None:
+async def test_continuations_may_ask_for_top_logprobs_and_an_adapter() -> None:
     params = SamplingParams(top_logprobs=3)
     found = await admitted(request("a", params=params), byte_level())
     assert found.generation.params.num_top_logprobs == 3
@@ -99,7 +99,7 @@ async def test_the_most_likely_tokens_and_an_adapter_may_be_asked_for() -> None:
         ),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_scored_is_refused_in_a_sentence(
+async def test_continuations_that_cannot_be_scored_are_refused_in_a_sentence(
     job: JobRequest, length: int, says: str
 ) -> None:
     found = await process(job, smollm2(), length)
@@ -108,7 +108,7 @@ async def test_what_cannot_be_scored_is_refused_in_a_sentence(
     assert says in found.result.error.message
 
 
-async def test_a_resume_at_every_chunk_scores_what_is_missing() -> None:
+async def test_scoring_resumed_at_any_chunk_scores_only_missing_tokens() -> None:
     """The engine's events, chunk by chunk, then a second worker from any of them."""
     job = request("ax", "cde", prompt="hi", stream=True)
     first = InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery_of(job))

@@ -71,13 +71,13 @@ async def admit(
 
 @given(st.binary(max_size=60), VERDICTS)
 @FUZZ
-async def test_any_bytes(payload, delivery_outcome):
+async def test_any_payload_bytes_give_a_request_or_a_refusal(payload, delivery_outcome):
     await admit(payload, delivery_outcome)
 
 
 @given(REQUESTS, VERDICTS)
 @FUZZ
-async def test_requests_of_any_values(fields, delivery_outcome):
+async def test_requests_with_any_values_give_a_request_or_a_refusal(fields, delivery_outcome):
     await admit(msgpack.packb(fields, unicode_errors="surrogatepass"), delivery_outcome)
 
 
@@ -86,7 +86,9 @@ async def test_requests_of_any_values(fields, delivery_outcome):
     st.integers(0, len(WHOLE)),
 )
 @FUZZ
-async def test_a_good_request_with_bytes_changed_or_cut(changes, length):
+async def test_a_good_request_with_changed_or_cut_bytes_gives_a_request_or_a_refusal(
+    changes, length
+):
     payload = bytearray(WHOLE)
     for position, byte in changes:
         payload[position] = byte
@@ -95,9 +97,9 @@ async def test_a_good_request_with_bytes_changed_or_cut(changes, length):
 
 @given(st.lists(st.binary(max_size=30) | VALUES.map(msgpack.packb), max_size=3), VERDICTS)
 @FUZZ
-async def test_logs_of_any_bytes(log, delivery_outcome):
+async def test_logs_of_any_bytes_give_a_request_or_a_refusal(log, delivery_outcome):
     await admit(WHOLE, delivery_outcome, tuple(log))
 
 
-async def test_the_request_that_is_changed_is_a_good_one():
+async def test_the_unchanged_request_of_the_fuzz_tests_is_accepted():
     assert isinstance(await admit(WHOLE), AdmittedJob)

@@ -53,7 +53,7 @@ async def resume(
     )
 
 
-async def test_a_half_done_job_is_continued():
+async def test_a_job_continues_after_the_tokens_of_its_log():
     admitted = await resume(tokens("a"), tokens("b", 1), max_tokens=5)
     assert isinstance(admitted, AdmittedJob)
     assert admitted.generation.resumed == (tuple(b"ab"),)
@@ -82,7 +82,7 @@ async def test_choices_that_ended_are_not_run_again():
         ((tokens("a", end=STOP), tokens("b", 0, 1, LENGTH)), {"n": 2}, STOP, "a"),
     ],
 )
-async def test_an_end_in_the_log_is_the_end(log, params, reason, text):
+async def test_a_log_that_contains_the_end_finishes_the_job(log, params, reason, text):
     outcome = await resume(*log, **params)
     assert isinstance(outcome, FinishedJob)
     result = outcome.result
@@ -93,7 +93,7 @@ async def test_an_end_in_the_log_is_the_end(log, params, reason, text):
     assert outcome.final_chunk.index == len(result.token_ids)
 
 
-async def test_text_of_the_last_token_is_in_its_chunk():
+async def test_the_final_chunk_does_not_repeat_text_of_the_last_logged_chunk():
     """The end's chunk had what was held back until then; the final chunk must not tell it again."""
     outcome = await resume(tokens("a"), tokens("#", 1, end=LENGTH), stop=("##",), max_tokens=2)
     assert isinstance(outcome, FinishedJob)
@@ -111,7 +111,7 @@ async def test_text_of_the_last_token_is_in_its_chunk():
         {"stop_token_ids": (99,)},
     ],
 )
-async def test_what_is_no_end_is_no_end(params):
+async def test_a_log_without_an_end_continues_the_job(params):
     log = Chunk(
         job_id="job", index=0, token_ids=(97, EOS if "stop" not in str(params) else 98), text="a"
     )
@@ -128,7 +128,7 @@ async def test_what_is_no_end_is_no_end(params):
         ("dead", JobStatus.DEAD, FinishReason.ERROR, "dead"),
     ],
 )
-async def test_an_outcome_is_recorded_with_the_text_that_was_delivered(
+async def test_a_job_that_ended_in_the_queue_is_recorded_with_its_delivered_text(
     delivery_outcome, status, reason, code
 ):
     first = Chunk(
@@ -163,7 +163,9 @@ async def test_an_outcome_is_recorded_with_the_text_that_was_delivered(
         ("cancelled", JobStatus.CANCELLED),
     ],
 )
-async def test_a_complete_answer_is_not_set_aside(delivery_outcome, status):
+async def test_a_complete_answer_in_the_log_is_recorded_despite_another_outcome(
+    delivery_outcome, status
+):
     """Its workers died before they could record it: it needs no engine and can harm none."""
     outcome = await resume(
         tokens("ab"), tokens("c", 2), max_tokens=3, delivery_outcome=delivery_outcome
@@ -180,7 +182,7 @@ async def test_a_complete_answer_is_not_set_aside(delivery_outcome, status):
     assert incomplete.result.status is JobStatus.DEAD
 
 
-async def test_what_several_choices_held_back_is_in_the_result():
+async def test_text_held_back_by_several_choices_is_in_the_result():
     """The last chunk cannot hold it; a reader without the end of a choice reads the result."""
     outcome = await resume(
         tokens("a#"), tokens("b", 0, 1), n=2, stop=("##",), delivery_outcome="cancelled"
@@ -194,7 +196,7 @@ async def test_what_several_choices_held_back_is_in_the_result():
 @pytest.mark.parametrize(
     "payload", [b"\xc1", encode(JobRequest(job_id="job", params=SamplingParams(n=10**9)))]
 )
-async def test_an_outcome_on_a_bad_request_stands(payload):
+async def test_a_bad_request_that_ended_in_the_queue_keeps_its_outcome(payload):
     delivery = delivery_of(JobRequest(job_id="job"), (tokens("a"),), outcome="cancelled")
     outcome = processor().process(
         type(delivery)(
@@ -205,7 +207,7 @@ async def test_an_outcome_on_a_bad_request_stands(payload):
     assert outcome.result.status is JobStatus.CANCELLED
 
 
-async def test_a_deadline_that_passed_in_mid_answer_keeps_the_text():
+async def test_a_deadline_that_passed_during_the_answer_keeps_the_text():
     outcome = await resume(tokens("ab"), deadline_ms=CREATED_MS + 100)
     assert isinstance(outcome, FinishedJob)
     assert (outcome.result.status, outcome.result.text) == (JobStatus.EXPIRED, "ab")
@@ -237,7 +239,7 @@ STEPS = st.lists(st.lists(st.text("ab#é", max_size=3), min_size=2, max_size=2),
 
 @given(steps=STEPS, stop=st.sampled_from([(), ("##",), ("a#", "é")]), stream=st.booleans())
 @settings(max_examples=60, deadline=None)
-async def test_a_job_handed_over_after_any_step_ends_as_if_it_had_not_been(steps, stop, stream):
+async def test_a_job_handed_over_after_any_step_has_the_undisturbed_result(steps, stop, stream):
     """Two choices. The test plays the engine: it generates again what the log does not hold."""
     undisturbed, _ = await run(steps, stop, stream, hand_over_at=None)
     for cut in range(len(steps) + 1):

@@ -53,7 +53,9 @@ async def admitted(**fields) -> AdmittedJob:
         ({"response_format": DATE}, {"enable_thinking": False}, None),
     ],
 )
-async def test_the_engine_gets_the_thoughts_if_anything_depends_on_them(params, kwargs, expected):
+async def test_the_engine_gets_the_thought_tokens_only_if_a_parameter_depends_on_them(
+    params, kwargs, expected
+):
     job = await admitted(params=SamplingParams(**params), chat_template_kwargs=kwargs)
     assert job.generation.thoughts == expected
 
@@ -64,7 +66,7 @@ async def test_a_prompt_has_no_thoughts():
 
 
 @pytest.mark.parametrize("fields", [{"messages": None, "prompt": "Hi"}, {"messages": HI}])
-async def test_a_budget_without_thoughts_is_refused(fields):
+async def test_a_thinking_budget_for_a_model_without_thoughts_is_refused(fields):
     request = JobRequest(job_id="job", params=SamplingParams(thinking_budget=1), **fields)
     tokenizer = byte_level if request.messages else thinking
     outcome = processor_of(tokenizer).process(delivery_of(request))
@@ -75,7 +77,7 @@ async def test_a_budget_without_thoughts_is_refused(fields):
     )
 
 
-async def test_a_log_that_ends_within_thoughts_is_continued_there():
+async def test_a_log_that_ends_within_thoughts_continues_within_thoughts():
     ids = thinking().encode("<think>ab")
     log = Chunk(job_id="job", index=0, token_ids=ids, reasoning="ab")
     request = JobRequest(job_id="job", messages=HI)

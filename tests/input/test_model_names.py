@@ -45,7 +45,7 @@ def job(model: str = "", lora: str = "") -> JobRequest:
         ("my-lora", "poet", "poet"),
     ],
 )
-async def test_names_lead_to_the_model_or_an_adapter(
+async def test_each_served_name_selects_the_model_or_its_adapter(
     processor: InputProcessor, model: str, lora: str, adapter: str
 ) -> None:
     admitted = processor.process(delivery_of(job(model, lora)))
@@ -68,7 +68,7 @@ async def test_names_lead_to_the_model_or_an_adapter(
         ("my-lora", "sql", "model 'my-lora' is the adapter 'poet', but lora asks for 'sql'"),
     ],
 )
-async def test_other_names_are_answered(
+async def test_a_job_with_an_unserved_name_fails_with_the_served_names(
     processor: InputProcessor, model: str, lora: str, words: str
 ) -> None:
     outcome = processor.process(delivery_of(job(model, lora)))
@@ -97,7 +97,7 @@ async def test_a_template_from_a_file_replaces_the_models_own() -> None:
     assert rendered[0] != rendered[1] == "<user>hi"
 
 
-def test_names_and_template_are_checked_at_the_start(tmp_path: Path) -> None:
+def test_wrong_names_and_templates_are_refused_at_the_start(tmp_path: Path) -> None:
     def found(adapters: str = "", aliases: str = "", template: str | None = None) -> list[str]:
         problems = naming_problems({"tiny", "q"}, adapters, aliases, template)
         return [f"{name} {sentence}" for name, sentence in problems]

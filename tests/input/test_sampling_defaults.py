@@ -40,7 +40,7 @@ async def drawn_with(processor: InputProcessor, **params: Any) -> SamplingParams
     return drawn
 
 
-async def test_the_models_defaults_hold_where_a_request_names_none():
+async def test_the_model_s_defaults_apply_to_parameters_that_a_request_does_not_set():
     params = await drawn_with(with_defaults())
     assert params == SamplingParams(
         temperature=0.7, top_p=0.8, top_k=20, min_p=0.0, repetition_penalty=1.05, max_tokens=50,
@@ -48,7 +48,7 @@ async def test_the_models_defaults_hold_where_a_request_names_none():
     )  # fmt: skip
 
 
-async def test_what_a_request_names_holds_also_where_it_is_neutral():
+async def test_parameters_set_to_neutral_values_override_the_model_s_defaults():
     named = {
         "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
         "max_tokens": 60, "seed": 3, "logprobs_mode": "processed_logprobs",
@@ -56,13 +56,13 @@ async def test_what_a_request_names_holds_also_where_it_is_neutral():
     assert await drawn_with(with_defaults(), **named) == SamplingParams(**named)
 
 
-async def test_a_model_without_defaults_draws_from_its_own_distribution():
+async def test_a_model_without_defaults_gets_neutral_parameters():
     params = await drawn_with(with_defaults(SamplingParams()))
     assert params.numbers == SamplingNumbers()
     assert params.max_tokens == 4094
 
 
-async def test_the_setting_for_max_tokens_goes_before_the_models_default():
+async def test_the_max_tokens_setting_overrides_the_model_s_default():
     assert (await drawn_with(with_defaults(limit=70))).max_tokens == 70
     assert (await drawn_with(with_defaults(length=40))).max_tokens == 38
     assert (await drawn_with(with_defaults(), min_tokens=55)).max_tokens == 55
@@ -99,7 +99,7 @@ async def continued(log: tuple[Chunk, ...], **params):
     return drawn
 
 
-async def test_an_answer_that_has_begun_keeps_its_first_workers_parameters():
+async def test_a_continued_answer_keeps_its_first_worker_s_parameters():
     first = SamplingParams(
         temperature=0.9, top_p=0.8, top_k=0, min_p=0.0, repetition_penalty=1.2, max_tokens=9,
         seed=5,
@@ -111,18 +111,18 @@ async def test_an_answer_that_has_begun_keeps_its_first_workers_parameters():
     assert named == msgspec.structs.replace(first, temperature=0.5, max_tokens=7)
 
 
-async def test_an_answer_that_an_older_worker_began_has_no_defaults_of_the_model():
+async def test_an_answer_begun_by_an_older_worker_gets_no_model_defaults():
     params = await continued((tokens("a"), tokens("b", 1)))
     assert params.numbers == SamplingNumbers()
     assert params.max_tokens == 4094
 
 
-async def test_nothing_in_the_log_means_this_workers_defaults():
+async def test_an_answer_with_an_empty_log_gets_this_worker_s_defaults():
     params = await continued(())
     assert (params.temperature, params.top_k, params.max_tokens) == (0.1, 3, 20)
 
 
-async def test_the_log_and_the_result_hold_the_sampling_parameters():
+async def test_log_and_result_contain_the_sampling_parameters():
     log = FakeLog()
     publisher = Publisher(log, clock=Clock())
     job = await admit("job", n=2, seed=3, max_tokens=2, temperature=0.5)

@@ -45,23 +45,23 @@ async def stops(model: ServedModel = FORGETFUL, **params: Any) -> tuple[int, ...
     return outcome.generation.params.stop_token_ids
 
 
-async def test_the_tokenizers_end_of_turn_ends_an_answer_where_the_models_files_forget_it() -> None:
+async def test_the_tokenizer_s_end_of_turn_stops_an_answer_if_the_model_s_files_omit_it() -> None:
     assert smollm2().eos_token_ids == {END_OF_TURN}
     assert await stops() == (END_OF_TURN,)
     assert await stops(stop_token_ids=(7,)) == (END_OF_TURN, 7)
     assert await stops(ignore_eos=True) == ()
 
 
-async def test_nothing_is_added_where_the_models_files_name_the_end_of_turn() -> None:
+async def test_no_stop_token_is_added_if_the_model_s_files_name_the_end_of_turn() -> None:
     known = dataclasses.replace(FORGETFUL, eos_token_ids=frozenset({END_OF_TEXT, END_OF_TURN}))
     assert await stops(known) == ()
 
 
-async def test_a_stop_string_that_is_a_special_token_ends_an_answer_at_this_token() -> None:
+async def test_a_stop_string_that_is_a_special_token_becomes_a_stop_token() -> None:
     assert await stops(ignore_eos=True, stop=("<|im_start|>", "x")) == (START_OF_TURN,)
 
 
-async def test_an_id_outside_of_the_models_vocabulary_is_left_out() -> None:
+async def test_a_stop_token_outside_the_model_s_vocabulary_is_left_out() -> None:
     small = dataclasses.replace(FORGETFUL, vocab_size=1)
     assert small.stop_token_ids(SamplingParams(stop=("<|im_start|>",))) == ()
 
@@ -70,7 +70,7 @@ async def test_an_id_outside_of_the_models_vocabulary_is_left_out() -> None:
     ("params", "last"),
     [({}, END_OF_TURN), ({"stop": ("<|im_start|>",), "ignore_eos": True}, START_OF_TURN)],
 )
-async def test_a_log_that_ends_with_such_a_token_is_a_whole_answer(
+async def test_a_log_that_ends_with_a_stop_token_finishes_the_job(
     params: dict[str, Any], last: int
 ) -> None:
     ids = (*smollm2().encode("Hello"), last)

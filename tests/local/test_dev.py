@@ -26,7 +26,7 @@ from tokenmill_worker.local.dev import ServiceWatch
 from tokenmill_worker.local.valkey_server import free_port
 
 
-def test_a_database_that_is_away_is_one_sentence(
+def test_an_unreachable_database_is_an_error_of_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -39,7 +39,7 @@ def test_a_database_that_is_away_is_one_sentence(
     assert "Connection refused" in last
 
 
-def test_a_port_of_one_s_own_is_taken_or_refused(
+def test_a_given_port_is_used_or_refused_if_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -57,9 +57,7 @@ def test_a_port_of_one_s_own_is_taken_or_refused(
     ) == (2, True)
 
 
-def test_another_server_is_refused_not_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_redis_url_for_dev_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(
         app, ["dev", "--redis-url", "redis://queue.internal:6379/0"], env={"COLUMNS": "200"}
@@ -138,7 +136,7 @@ def running_dev(tmp_path: Path) -> Iterator[RunningDev]:
 @pytest.mark.redis
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_worker_and_a_server_that_are_killed_are_started_again(running_dev: RunningDev) -> None:
+def test_a_killed_worker_and_a_killed_server_are_restarted(running_dev: RunningDev) -> None:
     worker = running_dev.child("tokenmill.cli worker")
     server = running_dev.child(f" 127.0.0.1:{running_dev.port}")
     with Client(f"redis://127.0.0.1:{running_dev.port}/0", queue="q") as client:
@@ -215,7 +213,7 @@ def watch_of() -> Callable[[Any], tuple[ServiceWatch, io.StringIO]]:
     return make
 
 
-def test_a_worker_that_is_killed_before_it_is_ready_is_started_again_five_times(
+def test_a_worker_killed_before_it_is_ready_is_restarted_five_times(
     watch_of: Any,
 ) -> None:
     service, pauses = ServiceOnPaper([-9] * 6), Pauses()
@@ -227,7 +225,7 @@ def test_a_worker_that_is_killed_before_it_is_ready_is_started_again_five_times(
     assert last == "the worker was killed by SIGKILL, for the 6th time: the service ends"
 
 
-def test_a_worker_that_was_ready_is_started_again_whatever_ended_it(watch_of: Any) -> None:
+def test_a_worker_that_was_ready_is_restarted_after_any_exit(watch_of: Any) -> None:
     service, pauses = ServiceOnPaper([None, 1, None, -11, None]), Pauses()
     watch, said = watch_of(service)
     service.ready = True

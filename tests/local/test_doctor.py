@@ -32,7 +32,7 @@ def model_finding(model: str, database: Path) -> tuple[str, str]:
     return found.severity, found.words
 
 
-def test_a_models_file_is_looked_into(tmp_path: Path) -> None:
+def test_doctor_reads_the_header_of_a_model_file(tmp_path: Path) -> None:
     good, bad, folder = tmp_path / "good.gguf", tmp_path / "bad.gguf", tmp_path / "folder"
     good.write_bytes(b"GGUF\x03\0\0\0")
     bad.touch()
@@ -42,7 +42,7 @@ def test_a_models_file_is_looked_into(tmp_path: Path) -> None:
     assert model_finding(str(folder), tmp_path)[0] == "error"
 
 
-def test_the_abilities_of_the_engine_are_named(tmp_path: Path) -> None:
+def test_doctor_lists_the_engine_s_abilities(tmp_path: Path) -> None:
     def of(model: str) -> str:
         given = {"model": model, "database_url": f"sqlite:///{tmp_path}/none.db"}
         settings = load_settings(given, strict=False)
@@ -66,14 +66,14 @@ def test_the_settings_that_are_given_are_named_by_the_engine_that_has_them(tmp_p
 
 
 @pytest.mark.parametrize("name", ["none.gguf", "none", "models/none"])
-def test_a_path_that_leads_nowhere_is_no_name_of_the_hub(tmp_path: Path, name: str) -> None:
+def test_a_missing_path_is_not_taken_for_a_hub_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     assert model_finding(str(path), tmp_path) == ("error", f"{path}: No such file or directory")
     assert model_finding("organisation/model", tmp_path)[0] == "warning"
 
 
 @pytest.mark.parametrize("name", ["synthetic", "synthetic?step_ms=5"])
-def test_the_model_without_weights_is_not_looked_for_on_the_hub(tmp_path: Path, name: str) -> None:
+def test_the_synthetic_model_is_not_looked_up_on_the_hub(tmp_path: Path, name: str) -> None:
     assert model_finding(name, tmp_path) == (
         "ok",
         f"{name} needs no weights: its answers are noise, for tests",
@@ -82,7 +82,7 @@ def test_the_model_without_weights_is_not_looked_for_on_the_hub(tmp_path: Path, 
 
 @pytest.mark.parametrize("has_triton", [True, False])
 @pytest.mark.parametrize("versions", [{"flash-attn-4": "4.0.0b36"}, {"flash-attn": "2.8.3"}, {}])
-def test_a_gpu_s_missing_packages_are_named_and_flash_attn_is_not_missed(
+def test_missing_gpu_packages_are_named_and_flash_attn_is_optional(
     versions: dict[str, str], has_triton: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -106,7 +106,7 @@ def test_a_gpu_s_missing_packages_are_named_and_flash_attn_is_not_missed(
         assert one.words.startswith(words)
 
 
-def test_threads_and_cores_are_those_that_the_container_may_use(
+def test_doctor_reports_the_threads_and_cores_of_the_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpu.max").write_text("100000 100000")
@@ -117,7 +117,9 @@ def test_threads_and_cores_are_those_that_the_container_may_use(
 
 
 @pytest.mark.parametrize("options", ["", "?timeout=5"])
-def test_a_database_s_options_are_no_part_of_its_name(tmp_path: Path, options: str) -> None:
+def test_options_of_a_database_url_are_not_part_of_the_file_name(
+    tmp_path: Path, options: str
+) -> None:
     url = f"sqlite:///{tmp_path}/t.db{options}"
     settings = load_settings({"redis_url": "redis://127.0.0.1:1/0", "database_url": url})
     before = [
@@ -134,7 +136,7 @@ def test_a_database_s_options_are_no_part_of_its_name(tmp_path: Path, options: s
     assert (before, after) == (["error"], ["ok", "ok"])
 
 
-def test_a_server_that_cannot_be_reached_is_named_once() -> None:
+def test_an_unreachable_server_is_reported_once() -> None:
     address = "127.0.0.1:1"
     settings = load_settings(
         {"redis_url": f"redis://{address}/0", "database_url": f"postgresql://{address}/t"}
@@ -147,7 +149,7 @@ def test_a_server_that_cannot_be_reached_is_named_once() -> None:
     )
 
 
-def test_long_findings_wrap_between_words_in_a_terminal(
+def test_long_findings_are_wrapped_between_words_in_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [Finding("redis", "error", "word " * 20 + "end", "start it, and " * 5 + "wait")]
@@ -180,7 +182,7 @@ MAY_NOT_ASK = "this user may not ask if a restart keeps what scripts wrote (ACL 
         ("operator", []),
     ],
 )
-def test_each_shipped_user_sees_what_it_may_and_no_error(
+def test_each_shipped_user_gets_no_errors_and_its_expected_warnings(
     make_valkey: Callable[..., ControlledValkey], tmp_path: Path, user: str, warnings: list[str]
 ) -> None:
     rules = tmp_path / "users.acl"
@@ -201,7 +203,7 @@ def test_each_shipped_user_sees_what_it_may_and_no_error(
     assert names <= {"info", "acl|dryrun", "time"}
 
 
-def test_the_servers_are_checked_without_torch() -> None:
+def test_doctor_checks_the_servers_without_importing_torch() -> None:
     code = (
         "import sys; from tokenmill_worker.cli import app\n"
         "try: app(['doctor', '--quiet', '--redis-url', 'redis://127.0.0.1:1/0'])\n"

@@ -47,7 +47,9 @@ def measure(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_engine(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_engine_records_rounds_and_figures(
+    workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = measure(tmp_path, "engine", "--workload", str(workload), "--set", "block_size=8")
     first, second = record["rounds"]["letters"]["tokenmill"]
     # 55 steps: all prompts in the first, which gives the first of 55 tokens
@@ -59,7 +61,7 @@ def test_engine(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "medians of 2 rounds" in printed
 
 
-def test_ourselves_with_other_settings() -> None:
+def test_bench_variants_of_tokenmill_differ_in_one_setting() -> None:
     given = EngineOptions(model="a-model", settings={"quantization": "int8", "block_size": 32})
     names = ("tokenmill", "unquantised", "wide", "no-prefix-cache")
     chosen = {name: options_for(name, given).settings for name in names}
@@ -94,7 +96,9 @@ def until(start: str, lines: Iterator[str]) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_keeps_and_shows_what_it_has(workload: Path, tmp_path: Path) -> None:
+def test_an_interrupted_benchmark_keeps_and_shows_its_finished_rounds(
+    workload: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out.json"
     options = [
         "--workload",
@@ -130,7 +134,9 @@ def test_an_interrupted_run_keeps_and_shows_what_it_has(workload: Path, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.redis
-def test_service(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_service_records_rounds_and_figures(
+    workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = measure(tmp_path, "service", "--workload", str(workload))
     rounds = record["rounds"]["letters"]
     (whole, *_), (bare, *_) = rounds["whole way"], rounds["tokenmill"]
@@ -144,7 +150,7 @@ def test_service(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.redis
 @pytest.mark.slow
-def test_bulk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_bulk_records_both_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "bulk.json"
     sizes = ["--lines", "3000", "--bulk-tokens", "8", "--jobs", "3", "--tokens", "4"]
     assert main(["bulk", *sizes, "--pause", "0", "--rest", "3", "--json", str(out)]) == 0

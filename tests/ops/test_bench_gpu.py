@@ -26,7 +26,7 @@ TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--batch", "
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_the_whole_command_on_a_tiny_model(
+def test_bench_gpu_completes_on_a_tiny_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every path but those of CUDA."""
@@ -56,7 +56,7 @@ def test_the_whole_command_on_a_tiny_model(
 
 
 @pytest.mark.model
-def test_what_the_limit_leaves_no_time_for_is_named_in_a_whole_record(tmp_path: Path) -> None:
+def test_measurements_without_time_left_are_named_in_a_complete_record(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     assert main(["gpu", *TINY, "--limit", "0", "--json", str(out)]) == 0
     record = json.loads(out.read_text())
@@ -67,7 +67,7 @@ def test_what_the_limit_leaves_no_time_for_is_named_in_a_whole_record(tmp_path: 
     assert record["ceilings"]["bytes_s"] > 0
 
 
-def test_a_measurement_that_fails_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
+def test_a_failed_measurement_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
     kept: list[dict[str, Any]] = []
     options = argparse.Namespace(
         device="cpu",
@@ -108,7 +108,7 @@ def engine_and_options(**changes: Any) -> tuple[Any, argparse.Namespace]:
     ), options
 
 
-def test_the_first_sequences_of_a_long_start_live_until_the_end() -> None:
+def test_sequences_started_first_last_until_the_end_of_the_measurement() -> None:
     engine, options = engine_and_options()
     with engine:
         found = EngineMeasures(engine, SHAPES["tiny"], CEILINGS, options).decode(24)
@@ -137,7 +137,7 @@ def test_the_floor_counts_the_tokens_that_the_steps_read(monkeypatch: pytest.Mon
     assert counted[0] > 24 * (200 + 30)
 
 
-def test_a_batch_that_shrank_is_no_measurement() -> None:
+def test_a_batch_that_shrinks_fails_the_measurement() -> None:
     engine, options = engine_and_options(batch=[2], context=20)
     with engine:
         options.steps = -14  # so many tokens fewer than they would make
@@ -146,7 +146,9 @@ def test_a_batch_that_shrank_is_no_measurement() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device is there")
-def test_without_a_device_the_error_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_gpu_without_a_device_fails_with_a_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["gpu"]) == 1
     assert "no CUDA device" in capsys.readouterr().out
 
@@ -165,7 +167,7 @@ def test_the_floor_is_the_sum_of_what_bounds_each_operation() -> None:
     assert shape.floor_s(ceilings, work) > 1.2 * max(whole_bytes, whole_operations)
 
 
-def test_the_head_of_a_prefill_has_one_row() -> None:
+def test_the_floor_of_a_prefill_counts_one_row_of_the_head() -> None:
     shape, ceilings = SHAPES["tiny"], Ceilings(bytes_s=1e30, operations_s=1.0)
     body = 2 * (shape.num_weights - 64 * 512)
     work = Work(tokens=10, sampled=1, read=10, pairs=55, weight_bytes=4, kv_bytes=4)
@@ -173,7 +175,7 @@ def test_the_head_of_a_prefill_has_one_row() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_weights_are_counted_as_transformers_has_them(name: str) -> None:
+def test_the_count_of_weights_equals_transformers(name: str) -> None:
     from dataclasses import asdict
 
     from transformers import AutoConfig, AutoModelForCausalLM

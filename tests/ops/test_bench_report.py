@@ -35,7 +35,7 @@ def measurement(**seconds: list[float]) -> Measurement:
 
 
 class TestResults:
-    def test_ratios_are_of_rounds_and_only_of_those_that_all_finished(self) -> None:
+    def test_ratios_are_computed_per_round_that_all_engines_finished(self) -> None:
         both = measurement(tokenmill=[2.0, 1.0, 0.5], vllm=[4.0, 4.0])
         found = both.results()
         assert found["vllm"]["ratios"] == [2.0, 4.0]
@@ -43,7 +43,7 @@ class TestResults:
         assert len(both.rounds["tokenmill"]) == 3, "what was measured is kept"
         assert found["tokenmill"]["wall_s"] == 1.5
 
-    def test_a_difference_in_any_round_counts(self) -> None:
+    def test_tokens_that_differ_in_any_round_count_as_different(self) -> None:
         both = Measurement(WORKLOAD, ("tokenmill", "vllm"))
         for tokens in ((1, 2, 3, 4), (1, 2, 9, 4)):
             both.add("tokenmill", round_of(4.0))
@@ -51,7 +51,7 @@ class TestResults:
             assert both.results()["vllm"]["is_equal"] is (tokens[2] == 3)
         assert both.results()["vllm"]["same"] == "0/2"
 
-    def test_floors_have_no_tokens_to_compare(self) -> None:
+    def test_a_floor_has_no_comparison_of_tokens(self) -> None:
         both = Measurement(WORKLOAD, ("tokenmill", "floor"))
         both.add("tokenmill", round_of(2.0))
         both.add("floor", round_of(1.0, (100, 100, 100, 100)))
@@ -82,7 +82,7 @@ class TestTables:
         assert "medians of 1 round\n" in self.printed(measurement(vllm=[4.0]))
         assert self.printed(measurement(vllm=[])) == ""
 
-    def test_a_turn_is_printed_with_its_disturbance(self) -> None:
+    def test_a_turn_is_printed_with_the_share_of_other_processes(self) -> None:
         both = Measurement(WORKLOAD, NAMES)
         both.add("vllm", round_of(4.0), others_share=0.01)
         assert turn_line(both, "vllm", 3).endswith("others 1%")
@@ -121,7 +121,7 @@ class Machine:
 
 
 class TestCoreWatch:
-    def test_own_time_is_the_tree_s_and_the_rest_is_others(
+    def test_cpu_time_outside_the_process_tree_counts_as_others(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         machine = Machine(monkeypatch)
@@ -132,7 +132,7 @@ class TestCoreWatch:
         machine.own = [(1.5, 0.5, 0.0, 0.0), (0.4, 0.2, 0.1, 0.1)]
         assert watch.others_share() == pytest.approx(0.12)
 
-    def test_a_real_process_is_found(self) -> None:
+    def test_the_others_share_of_a_real_process_is_a_fraction(self) -> None:
         busy = "import time\nend = time.monotonic() + 0.4\nwhile time.monotonic() < end: pass"
         watch = CoreWatch(os.getpid())
         subprocess.run([sys.executable, "-c", busy], check=True)
@@ -140,7 +140,7 @@ class TestCoreWatch:
 
 
 @pytest.mark.parametrize(("busy", "looks"), [([], 1), ([50.0, 10.0], 3), ([100.0] * 99, 20)])
-def test_a_turn_waits_for_idle_cores_though_not_for_ever(
+def test_a_turn_waits_for_idle_cores_up_to_a_limit(
     busy: list[float], looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[float] = []

@@ -28,7 +28,7 @@ def test_a_saved_model_has_a_tokenizer_of_all_its_tokens() -> None:
     assert "".join(map(detokenizer.push, (300, 511))) == " 2c ff"
 
 
-def test_the_services_share_is_that_of_the_time_in_which_all_streams_run() -> None:
+def test_the_service_s_share_is_computed_while_all_streams_run() -> None:
     requests = (WorkloadRequest((5,), 2),)
     rounds = Measurement(Workload("streams", requests), ("whole way", "tokenmill"))
     rounds.add("whole way", Round(2.0, [[7, 7]], [0.1], steady_tok_s=97.0))

@@ -39,7 +39,7 @@ class TestWorkloads:
             ("single", 1, (64, 64), (128, 128)),
         ],
     )
-    def test_shapes(
+    def test_each_workload_has_its_lengths(
         self, name: str, requests: int, prompt: tuple[int, int], output: tuple[int, int]
     ) -> None:
         workload = generate(name)
@@ -49,20 +49,20 @@ class TestWorkloads:
         assert prompt[0] <= min(lengths) <= max(lengths) <= prompt[1]
         assert output[0] <= min(answers) <= max(answers) <= output[1]
 
-    def test_mixed_is_mixed(self) -> None:
+    def test_the_mixed_workload_has_many_prompt_lengths(self) -> None:
         lengths = {len(request.prompt) for request in generate("mixed").requests}
         assert len(lengths) > 32
 
-    def test_prefix_is_shared_and_the_rest_is_not(self) -> None:
+    def test_the_prefix_workload_shares_only_its_prefix(self) -> None:
         prompts = [request.prompt for request in generate("prefix").requests]
         assert len({prompt[:512] for prompt in prompts}) == 1
         assert len({prompt[512:] for prompt in prompts}) == 64
 
-    def test_seeded(self) -> None:
+    def test_a_workload_is_generated_the_same_each_time(self) -> None:
         for name in SHAPES:
             assert generate(name) == generate(name)
 
-    def test_a_file_is_read(self, tmp_path: Path) -> None:
+    def test_a_workload_file_is_read(self, tmp_path: Path) -> None:
         rows = [{"prompt": [1, 2, 3], "max_tokens": 4}, {"prompt": [4], "max_tokens": 2}]
         (tmp_path / "small.json").write_text(json.dumps({"requests": rows}))
         assert load(tmp_path / "small.json") == SMALL
@@ -78,7 +78,7 @@ class TestWorkloads:
             "{'a'}",
         ],
     )
-    def test_what_is_no_workload_is_refused(self, tmp_path: Path, text: str) -> None:
+    def test_an_invalid_workload_file_is_refused(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "bad.json"
         path.write_text(text)
         with pytest.raises(ValueError, match=r"bad\.json"):
@@ -86,12 +86,12 @@ class TestWorkloads:
 
 
 class TestFigures:
-    def test_percentile_interpolates(self) -> None:
+    def test_a_percentile_is_interpolated(self) -> None:
         assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
         assert percentile([1.0, 2.0], 0.75) == 1.75
         assert math.isnan(percentile([], 0.5))
 
-    def test_of_round(self) -> None:
+    def test_figures_of_a_round_are_computed_from_its_times_and_tokens(self) -> None:
         measured = Round(
             wall_s=2.0,
             tokens=[[1, 2, 3, 4], [5, 6]],
@@ -104,7 +104,7 @@ class TestFigures:
         assert figures["ttft_p50_ms"] == pytest.approx(1000.0)
         assert figures["places_used"] == 0.75
 
-    def test_cases_alternate(self) -> None:
+    def test_cases_are_measured_in_alternating_order(self) -> None:
         order: list[tuple[str, int]] = []
 
         def measure(case: str, number: int) -> dict[str, float]:
@@ -116,11 +116,11 @@ class TestFigures:
         }
         assert order == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
 
-    def test_medians(self) -> None:
+    def test_medians_cover_figures_of_every_round_only(self) -> None:
         rounds = [{"x": 1.0, "of two rounds": 5.0}, {"x": 4.0}, {"x": 2.0, "of two rounds": 6.0}]
         assert medians(rounds) == {"x": 2.0}
 
-    def test_tokens_are_steady_while_all_requests_give_some(self) -> None:
+    def test_the_steady_rate_counts_while_all_requests_stream(self) -> None:
         """The first request begins at 1.0, the second at 2.0; the first ends at 4.0."""
         arrivals = Arrivals()
         for now, count in ((1.0, 1), (2.0, 2), (3.0, 5), (4.0, 1), (5.0, 9)):
@@ -162,7 +162,9 @@ serve(Parrot)
         log = tmp_path / "log"
         return lambda model: Child("parrot", "parrot", EngineOptions(model), log)
 
-    def test_answers_and_goes(self, start: Callable[[str], Child], tmp_path: Path) -> None:
+    def test_a_measured_child_answers_and_ends(
+        self, start: Callable[[str], Child], tmp_path: Path
+    ) -> None:
         child = start("any")
         child.wait_ready(lambda _: None)
         assert child.description == "repeats its options"
@@ -174,7 +176,7 @@ serve(Parrot)
         ]
         assert child._process.returncode == 0
 
-    def test_errors_become_a_sentence(self, start: Callable[[str], Child]) -> None:
+    def test_a_child_s_error_becomes_a_sentence(self, start: Callable[[str], Child]) -> None:
         child = start("none")
         with pytest.raises(ChildError, match="there is no such model"):
             child.wait_ready(lambda _: None)
@@ -192,13 +194,13 @@ class TestPeerEnvironments:
         monkeypatch.setattr(environments, "PEERS", tmp_path)
         return tmp_path
 
-    def test_a_finished_environment_is_used_as_it_is(self, peers: Path) -> None:
+    def test_a_finished_environment_is_used_without_building(self, peers: Path) -> None:
         (peers / "arq").mkdir()
         (peers / "arq" / ".finished").write_text("arq==1")
         assert python_with("arq==1", "arq", lambda _: None) == peers / "arq" / "bin" / "python"
         assert not (peers / "arq-build.log").exists()
 
-    def test_pip_s_failure_is_one_sentence(
+    def test_a_failed_pip_is_an_error_of_one_sentence(
         self, peers: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         python = peers / "python"
@@ -209,7 +211,7 @@ class TestPeerEnvironments:
             python_with("arq==1", "arq", lambda _: None)
         assert not (peers / "arq" / ".finished").exists()
 
-    def test_vllm_s_requirements_are_those_for_text(self, tmp_path: Path) -> None:
+    def test_vllm_s_requirements_are_read_without_unneeded_packages(self, tmp_path: Path) -> None:
         """The names come in every form that metadata may have."""
         python = tmp_path / "python"
         lines = ("torch==2.13.0; platform_machine == 'x86_64'", "TorchVision", "six",
@@ -220,13 +222,13 @@ class TestPeerEnvironments:
 
 
 class TestCommandLine:
-    def test_lists_its_commands(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_bench_help_lists_its_commands(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--help"]) == 0
         said = capsys.readouterr().out
         assert "engine" in said
         assert max(map(len, said.splitlines())) <= 80
 
-    def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_unknown_bench_command_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["nonsense"]) == 2
         assert "no command nonsense" in capsys.readouterr().err
 

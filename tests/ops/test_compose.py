@@ -27,7 +27,9 @@ def compose() -> dict[str, Any]:
     return content
 
 
-def test_dependencies_exist_and_can_be_waited_for(compose: dict[str, Any]) -> None:
+def test_each_dependency_of_a_service_exists_and_has_a_health_check(
+    compose: dict[str, Any],
+) -> None:
     services = compose["services"]
     for name, service in services.items():
         for needed, how in service.get("depends_on", {}).items():
@@ -50,7 +52,7 @@ def test_volumes_are_declared_and_bind_mounts_exist(compose: dict[str, Any]) -> 
     assert used == set(compose["volumes"])
 
 
-def test_worker_profiles(compose: dict[str, Any]) -> None:
+def test_worker_services_have_the_profiles_cpu_and_gpu(compose: dict[str, Any]) -> None:
     services = compose["services"]
     assert services["worker-cpu"]["profiles"] == ["cpu"]
     assert services["worker-gpu"]["profiles"] == ["gpu"]
@@ -91,7 +93,9 @@ _OWN = {
 
 
 @pytest.mark.parametrize("service", ["worker-cpu", "worker-gpu", "migrate", "tasks", "exporter"])
-def test_every_setting_of_env_reaches_every_role(compose: dict[str, Any], service: str) -> None:
+def test_every_setting_in_dot_env_is_passed_to_every_role(
+    compose: dict[str, Any], service: str
+) -> None:
     """A variable without a value is passed on where .env or the shell has it."""
     environment = compose["services"][service]["environment"]
     passed = {name for name, value in environment.items() if value is None}
@@ -101,7 +105,7 @@ def test_every_setting_of_env_reaches_every_role(compose: dict[str, Any], servic
     }
 
 
-def test_the_secret_of_webhooks_is_passed_to_the_tasks_alone(compose: dict[str, Any]) -> None:
+def test_the_webhook_secret_is_passed_to_the_tasks_only(compose: dict[str, Any]) -> None:
     services = compose["services"]
     knowing = [
         name
@@ -112,7 +116,9 @@ def test_the_secret_of_webhooks_is_passed_to_the_tasks_alone(compose: dict[str, 
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_every_container_has_few_rights(compose: dict[str, Any], service: str) -> None:
+def test_every_container_has_dropped_rights_and_limits(
+    compose: dict[str, Any], service: str
+) -> None:
     content = compose["services"][service]
     assert content["cap_drop"] == ["ALL"]
     assert content["security_opt"] == ["no-new-privileges:true"]
@@ -132,7 +138,7 @@ def test_the_servers_run_as_their_own_users(compose: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("role", ["worker", "tasks", "exporter"])
-def test_a_role_has_the_memory_that_it_has_in_kubernetes(
+def test_a_role_has_the_same_memory_limit_as_in_kubernetes(
     compose: dict[str, Any], role: str
 ) -> None:
     documents = yaml.safe_load_all((ROOT / f"ops/deploy/k8s/{role}.yaml").read_text())
@@ -146,14 +152,14 @@ def test_a_role_has_the_memory_that_it_has_in_kubernetes(
         assert minutes * 60 == probe["periodSeconds"] * probe["failureThreshold"]
 
 
-def test_valkey_s_data_take_half_of_its_memory(compose: dict[str, Any]) -> None:
+def test_valkey_s_maxmemory_is_half_of_its_container_s(compose: dict[str, Any]) -> None:
     server = compose["services"]["redis"]
     limit = server["mem_limit"]
     assert limit == server["environment"]["MEMORY_MB"] + "m"
     assert '--maxmemory "$$((MEMORY_MB / 2))mb"' in server["command"][-1]
 
 
-def test_a_start_of_postgresql_is_not_healthy_before_its_port_is_open(
+def test_postgresql_is_healthy_only_after_its_port_is_open(
     compose: dict[str, Any],
 ) -> None:
     """The first start answers on its socket while it still makes the database."""
@@ -162,12 +168,14 @@ def test_a_start_of_postgresql_is_not_healthy_before_its_port_is_open(
 
 
 @pytest.mark.parametrize("service", ["worker-cpu", "worker-gpu"])
-def test_a_folder_of_own_models_is_mounted(compose: dict[str, Any], service: str) -> None:
+def test_the_models_folder_is_mounted_read_only(compose: dict[str, Any], service: str) -> None:
     assert "${MODELS_FOLDER:-no-models}:/models:ro" in compose["services"][service]["volumes"]
 
 
 @pytest.mark.parametrize("service", ["worker-cpu", "worker-gpu", "migrate", "tasks", "exporter"])
-def test_the_build_takes_the_index_and_the_version(compose: dict[str, Any], service: str) -> None:
+def test_the_build_gets_the_package_index_and_the_version(
+    compose: dict[str, Any], service: str
+) -> None:
     content = compose["services"][service]
     given = content["build"]["args"]
     assert set(given) <= set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
@@ -179,7 +187,7 @@ def test_the_build_takes_the_index_and_the_version(compose: dict[str, Any], serv
     assert content["image"].endswith("-gpu") is is_for_gpus
 
 
-def test_the_image_needs_no_image_of_cuda() -> None:
+def test_the_image_is_not_based_on_a_cuda_image() -> None:
     """Every stage of a file is built without BuildKit, wanted or not."""
     assert "nvidia" not in DOCKERFILE
     bases = re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
@@ -189,7 +197,7 @@ def test_the_image_needs_no_image_of_cuda() -> None:
     assert "--only-binary :all:" in flash
 
 
-def test_a_change_of_the_code_installs_no_package_again() -> None:
+def test_a_change_of_the_code_reuses_the_layer_of_packages() -> None:
     """Docker repeats what follows the first line that changed."""
     steps = [
         DOCKERFILE.index(step)
@@ -209,14 +217,14 @@ def test_a_change_of_the_code_installs_no_package_again() -> None:
     assert 'TOKENMILL_REVISION="$VERSION" pip wheel' in DOCKERFILE  # see tokenmill_schemas.release
 
 
-def test_compiled_kernels_go_into_the_volume(compose: dict[str, Any]) -> None:
+def test_compiled_kernels_are_stored_in_the_volume(compose: dict[str, Any]) -> None:
     """The root file system is read-only, and a container's own files go with it."""
     (cache, _) = compose["services"]["worker-gpu"]["volumes"]
     folder = cache.split(":")[1]
     assert f"TRITON_CACHE_DIR={folder}/" in DOCKERFILE
 
 
-def test_the_worker_s_variables_are_settings(
+def test_the_worker_s_variables_are_valid_settings(
     compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = compose["services"]["worker-cpu"]
@@ -234,7 +242,7 @@ def test_the_worker_s_variables_are_settings(
 @pytest.mark.parametrize(
     ("service", "role"), [("worker-cpu", "worker"), ("exporter", "reader"), ("tasks", "tasks")]
 )
-def test_every_role_is_a_user_of_its_own(
+def test_every_role_connects_as_its_own_user(
     compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch, service: str, role: str
 ) -> None:
     url = urlsplit(_settings(compose["services"][service], monkeypatch).redis_url)
@@ -251,7 +259,7 @@ def test_every_role_is_a_user_of_its_own(
     assert _plain(server["environment"][variable[1]]) == f"REDIS_{role.upper()}_PASSWORD"
 
 
-def test_no_role_s_password_is_left_as_it_is_checked_in(compose: dict[str, Any]) -> None:
+def test_every_role_s_checked_in_password_is_replaced(compose: dict[str, Any]) -> None:
     users = re.findall(
         r"^user (\w+) on ", (ROOT / "ops/deploy/redis/users.acl").read_text(), re.MULTILINE
     )
@@ -262,7 +270,7 @@ def test_no_role_s_password_is_left_as_it_is_checked_in(compose: dict[str, Any])
     assert left_out == {"replica", "sentinel"}
 
 
-def test_what_prometheus_scrapes_is_there(compose: dict[str, Any]) -> None:
+def test_every_target_that_prometheus_scrapes_is_a_service(compose: dict[str, Any]) -> None:
     services = compose["services"]
     prometheus = yaml.safe_load((ROOT / "ops/deploy/prometheus/prometheus.yml").read_text())
     scrape = prometheus["scrape_configs"]
@@ -307,7 +315,7 @@ def test_only_loopback_ports_are_published(compose: dict[str, Any]) -> None:
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
-def test_the_servers_keep_their_data(compose: dict[str, Any]) -> None:
+def test_the_servers_store_their_data_in_volumes(compose: dict[str, Any]) -> None:
     assert "redis-data:/data" in compose["services"]["redis"]["volumes"]
     assert re.match(r"postgres:17\b", compose["services"]["postgres"]["image"])
     (config,) = [v for v in compose["services"]["redis"]["volumes"] if v.startswith(".")]

@@ -53,14 +53,14 @@ def test_a_failed_check_is_named_and_counted(
     assert not command.failed(project, {"first": passes})
 
 
-def test_without_an_image_the_rest_is_not_tried(
+def test_a_failed_build_skips_the_other_checks(
     project: ComposeProject, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.failed(project, {"build": fails, "start": passes})
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_the_project_is_a_copy_with_passwords_of_its_own(project: ComposeProject) -> None:
+def test_the_project_is_a_copy_with_its_own_passwords(project: ComposeProject) -> None:
     assert (project.folder / "docker-compose.yml").read_bytes() == (
         ROOT / "docker-compose.yml"
     ).read_bytes()
@@ -71,7 +71,7 @@ def test_the_project_is_a_copy_with_passwords_of_its_own(project: ComposeProject
     assert project.variables == left | {"REDIS_PORT": "7001"}
 
 
-def test_variables_of_the_shell_do_not_win_over_those_of_the_project(
+def test_shell_variables_do_not_override_the_project_s(
     project: ComposeProject,
 ) -> None:
     assert "another" not in project.run(["env"])
@@ -85,7 +85,7 @@ def test_variables_of_the_shell_do_not_win_over_those_of_the_project(
         ({"Status": "restarting", "ExitCode": 3}, "check-worker-1 ended with 3"),
     ],
 )
-def test_a_container_that_is_not_well_ends_the_waiting(
+def test_an_unhealthy_or_ended_container_ends_the_wait(
     project: ComposeProject, tmp_path: Path, state: dict[str, Any], named: str
 ) -> None:
     told = [{"Name": "/check-worker-1", "State": state}]
@@ -94,7 +94,7 @@ def test_a_container_that_is_not_well_ends_the_waiting(
         project.wait_healthy(limit_s=0)
 
 
-def test_a_container_that_is_still_starting_is_waited_for(
+def test_a_starting_container_is_waited_for_until_the_limit(
     project: ComposeProject, tmp_path: Path
 ) -> None:
     told = [{"Name": "/a", "State": {"Status": "running", "Health": {"Status": "starting"}}}]
@@ -103,14 +103,14 @@ def test_a_container_that_is_still_starting_is_waited_for(
         project.wait_healthy(limit_s=0)
 
 
-def test_the_guide_s_commands_are_found_and_are_shell() -> None:
+def test_the_guide_s_commands_are_found_and_parse_as_shell() -> None:
     for first in ("# back up", "# restore", "# change a password"):
         block = checks.guide_block(first)
         assert "docker compose" in block
         subprocess.run(["bash", "-n", "-c", block], check=True)
 
 
-def test_what_is_checked_are_services_and_stand_ins_take_their_images() -> None:
+def test_checked_names_are_services_and_each_has_a_stand_in_image() -> None:
     services = COMPOSE["services"]
     assert {*checks.SERVERS, *checks.ROLES} <= set(services)
     ours = json.loads(stand_ins.override())["services"]
@@ -120,7 +120,7 @@ def test_what_is_checked_are_services_and_stand_ins_take_their_images() -> None:
     assert all(name.startswith("tokenmill-check/") for name in stand_ins.NAMES.values())
 
 
-def test_the_version_to_upgrade_from_speaks_todays_wire_and_has_a_schema() -> None:
+def test_the_version_to_upgrade_from_has_today_s_wire_and_a_schema() -> None:
     older, wire = checks.older_commit(), "schemas/tokenmill_schemas/job.py"
     assert f"SCHEMA_VERSION: Final = {SCHEMA_VERSION}  #" in _git("show", f"{older}:{wire}")
     folder = "migrations/tokenmill_migrations/versions"

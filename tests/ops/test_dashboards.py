@@ -102,7 +102,7 @@ def _plain(expression: str) -> str:
 @pytest.mark.parametrize(
     ("panel", "target"), TARGETS, ids=lambda value: value.get("title", value.get("refId", ""))
 )
-def test_every_query_of_the_dashboard_finds_its_metrics(
+def test_every_dashboard_query_matches_exported_metrics(
     exported: Catalogue, panel: dict[str, Any], target: dict[str, Any]
 ) -> None:
     labels = exported.labels_of(_plain(target["expr"]))
@@ -113,7 +113,7 @@ def test_every_query_of_the_dashboard_finds_its_metrics(
 
 
 @pytest.mark.parametrize("trigger", SCALER["spec"]["triggers"], ids=lambda trigger: trigger["name"])
-def test_every_query_of_the_autoscaler_gives_one_number(
+def test_every_autoscaler_query_gives_one_number(
     exported: Catalogue, trigger: dict[str, Any]
 ) -> None:
     query = trigger["metadata"]["query"].replace("smollm2-135m-instruct", "q")
@@ -121,7 +121,7 @@ def test_every_query_of_the_autoscaler_gives_one_number(
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_alert_finds_its_metrics(exported: Catalogue, name: str) -> None:
+def test_every_alert_matches_exported_metrics(exported: Catalogue, name: str) -> None:
     rule = RULES[name]
     labels = exported.labels_of(rule["expr"])
     for label in re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]):
@@ -142,7 +142,7 @@ def test_every_alert_has_its_entry_in_the_runbook() -> None:
     assert {name for name in entries if name.startswith("Tokenmill")} == set(RULES)
 
 
-def test_what_is_asked_of_up_is_scraped_under_that_name() -> None:
+def test_the_alert_on_up_names_every_scraped_job() -> None:
     jobs = {config["job_name"] for config in PROMETHEUS["scrape_configs"]}
     assert set(re.findall(r"tokenmill-\w+", RULES["TokenmillWorkerUnreachable"]["expr"])) == jobs
     assert (OPS / "deploy" / "prometheus" / PROMETHEUS["rule_files"][0]).is_file()
@@ -176,6 +176,8 @@ def test_panels_do_not_overlap_and_name_their_source() -> None:
         ("tokenmill:queue_jobs and on (model_name) tokenmill:ready", "both sides"),
     ],
 )
-def test_what_is_not_there_is_noticed(exported: Catalogue, expression: str, words: str) -> None:
+def test_a_query_of_a_missing_metric_or_label_is_detected(
+    exported: Catalogue, expression: str, words: str
+) -> None:
     with pytest.raises(Unresolved, match=words):
         exported.labels_of(expression)

@@ -30,12 +30,12 @@ def test_the_spinner_shows_a_whole_line_of_the_worker_s_log() -> None:
     assert _last_words("") == ""
 
 
-def test_the_view_fits_the_output() -> None:
+def test_panels_are_chosen_on_a_terminal_and_lines_elsewhere() -> None:
     assert isinstance(choose_view(QUESTIONS, console(terminal=True)[0]), Panels)
     assert isinstance(choose_view(QUESTIONS, console(terminal=False)[0]), Lines)
 
 
-def test_lines_show_each_answer_once_and_whole() -> None:
+def test_the_lines_view_shows_each_answer_once_and_whole() -> None:
     target, out = console(terminal=False)
     words = [f"word{number} " for number in range(60)]
     with Lines(QUESTIONS, target) as view:
@@ -52,7 +52,7 @@ def test_lines_show_each_answer_once_and_whole() -> None:
     assert any(line.endswith("job 2 = cancelled, 60 tokens") for line in lines)
 
 
-def test_panels_show_the_end_of_every_answer_and_the_sum() -> None:
+def test_the_panels_view_shows_the_end_of_every_answer_and_the_sum() -> None:
     target, out = console(terminal=True)
     panels = Panels(QUESTIONS, target)
     for number in range(200):
@@ -70,7 +70,7 @@ def test_panels_show_the_end_of_every_answer_and_the_sum() -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(30, 12), (80, 24), (200, 60)])
-def test_panels_fit_the_terminal(width: int, height: int) -> None:
+def test_the_panels_view_fits_the_terminal(width: int, height: int) -> None:
     target, out = console(terminal=False, width=width, height=height)
     target.print(Panels(QUESTIONS, target))
     lines = out.getvalue().splitlines()

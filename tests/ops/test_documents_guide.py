@@ -37,7 +37,7 @@ def test_every_row_has_one_of_four_verdicts_and_the_page_counts_them() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
-def test_a_row_is_short_and_names_what_exists(row: list[str]) -> None:
+def test_each_row_is_short_and_names_existing_files_and_tests(row: list[str]) -> None:
     capability, section, ours, tests, verdict = row
     assert len(capability.split()) <= 12
     assert section
@@ -59,14 +59,14 @@ def figures(text: str) -> set[str]:
     [row[4] for row in ROWS if re.search("measured|simulated|counted", row[4])],
     ids=lambda remark: remark[:40],
 )
-def test_a_measured_figure_stands_in_the_page_and_section_that_its_row_names(remark: str) -> None:
+def test_a_measured_figure_is_in_the_page_and_section_that_its_row_names(remark: str) -> None:
     source = HISTORY if "history.md" in remark else RESULTS
     for title in re.findall(r"history\.md\), ([^)]+)\)", remark):
         (source,) = re.findall(rf"^## {title}\b.*?(?=^## |\Z)", HISTORY, re.M | re.S)
     assert figures(remark) - figures(source) == set()
 
 
-def test_the_table_of_transformers_tests_names_ours_and_counts_their_cases() -> None:
+def test_the_table_of_transformers_tests_names_existing_tests_and_counts_cases() -> None:
     _, section = PAGE.split("\n## Transformers' own tests\n")
     rows = re.findall(r"^\| (.+) \| (\d+) \| (.+) \| (.+) \|$", section, re.M)
     cases = Counter({"pass": 0, "refused": 0})

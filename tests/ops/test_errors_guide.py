@@ -112,7 +112,7 @@ def sentences() -> list[str]:
     return found
 
 
-def test_every_code_is_on_the_page() -> None:
+def test_every_error_code_is_on_the_page() -> None:
     found = codes()
     assert {"invalid_request", "dead", "schema_violation", "model_not_found"} <= found
     assert {"duplicate_custom_id", "batch_expired", "empty_file", "invalid_value"} <= found
@@ -142,13 +142,13 @@ def quoted() -> list[str]:
 
 
 @pytest.mark.parametrize("sentence", quoted())
-def test_the_source_has_the_sentence(sentence: str) -> None:
+def test_every_quoted_sentence_is_in_the_source(sentence: str) -> None:
     parts = [part for part in sentence.split(GAP) if part.strip()]
     pattern = re.compile(".*".join(re.escape(part) for part in parts), re.DOTALL)
     assert any(pattern.search(text) for text in sentences()), "it was changed or removed"
 
 
-def test_a_missing_sentence_would_be_noticed() -> None:
+def test_a_sentence_that_is_not_in_the_source_is_detected() -> None:
     assert not any("the moon is made of cheese" in text for text in sentences())
     assert len(quoted()) >= 50
 
@@ -191,7 +191,7 @@ def sentence_of(node: ast.AST) -> str:
     return text_of(node) or ""
 
 
-def test_every_sentence_of_these_errors_is_on_the_page() -> None:
+def test_every_sentence_of_the_listed_errors_is_on_the_page() -> None:
     patterns = [
         re.compile(".*".join(map(re.escape, filter(str.strip, sentence.split(GAP)))), re.DOTALL)
         for sentence in quoted()

@@ -34,7 +34,7 @@ def found() -> list[Trial]:
 
 
 @pytest.mark.slow
-def test_none_of_a_few_families_is_wrong_or_crashes(found: list[Trial]) -> None:
+def test_a_few_families_are_equal_or_refused(found: list[Trial]) -> None:
     outcomes = {one.name: one.outcome for one in found}
     assert outcomes["llama"] == outcomes["stablelm"] == outcomes["bloom"] == "equal"
     assert outcomes["bart"] == outcomes["doge"] == outcomes["mamba"] == "refused"
@@ -47,7 +47,7 @@ def test_trials_of_a_few_families_match_the_guides_table(found: list[Trial]) -> 
     assert lines(table.rendered(found)).items() <= written.items()
 
 
-def test_the_guides_table_has_every_family_and_no_wrong_one() -> None:
+def test_the_guide_s_table_has_every_family_and_no_wrong_family() -> None:
     written = lines(table.current(GUIDE.read_text()))
     assert {name.split(",")[0] for name in written} == set(small.families())
     assert not [reason for reason in written.values() if reason.startswith(("wrong", "crashed"))]
@@ -56,7 +56,7 @@ def test_the_guides_table_has_every_family_and_no_wrong_one() -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_no_family_is_wrong_or_crashes(soak_seconds: float) -> None:
+def test_every_family_is_equal_or_refused(soak_seconds: float) -> None:
     """Try all families and hold the guide's table against them, or in the short form one family in
     48.
     """
@@ -76,7 +76,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, answers: Any) -> Trial:
     return trial.run("llama", time_limit_s=20)
 
 
-def test_other_tokens_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_with_other_tokens_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     right = tried(monkeypatch, lambda _f, wanted, _e: [list(one.answer) for one in wanted])
     assert right.outcome == "equal"
     found = tried(
@@ -86,14 +86,14 @@ def test_other_tokens_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.reason.startswith("generate answers [")
 
 
-def test_a_shorter_answer_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shorter_answer_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         tried(monkeypatch, lambda _f, wanted, _e: [list(one.answer[:-1]) for one in wanted]).outcome
         == "wrong"
     )
 
 
-def test_a_process_that_dies_or_hangs_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_dies_or_hangs_counts_as_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = tried(monkeypatch, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     assert (found.outcome, found.reason) == ("crashed", "the process ended with status -9")
     monkeypatch.setattr(trial, "_try", lambda *_: time.sleep(60))
@@ -133,7 +133,7 @@ def results() -> Iterator[Trial]:
     yield Trial("bart", "window", "refused", "MODEL cannot be served: layer 1 has keys of size 16")
 
 
-def test_the_table_joins_families_with_one_reason() -> None:
+def test_the_table_joins_families_with_the_same_reason() -> None:
     assert lines(table.rendered(results())) == {
         "llama": "same tokens as `generate`",
         "opt": "same tokens as `generate`",
@@ -142,7 +142,7 @@ def test_the_table_joins_families_with_one_reason() -> None:
     }
 
 
-def test_only_what_stands_between_the_markers_is_replaced() -> None:
+def test_only_the_text_between_the_markers_is_replaced() -> None:
     guide = f"before\n{table.BEGIN}\n\nold\n\n{table.END}\nafter\n"
     assert table.replaced(guide, "new") == f"before\n{table.BEGIN}\n\nnew\n\n{table.END}\nafter\n"
     assert table.current(guide) == "old"

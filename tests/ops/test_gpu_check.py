@@ -37,7 +37,7 @@ def python(name: str, program: str, limit_s: float = 30.0) -> CheckStage:
 
 
 @pytest.mark.slow
-def test_every_stage_ends_well_on_a_cpu(tmp_path: Path) -> None:
+def test_every_stage_passes_on_a_cpu(tmp_path: Path) -> None:
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # noqa: TID251 - a child's
     child = subprocess.run(
         [str(ROOT / "ops" / "gpu-check"), str(tmp_path), "--dry"],
@@ -60,7 +60,7 @@ def test_every_stage_ends_well_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_form_has_time_for_its_stages_and_its_benchmark_understands_it(
+def test_each_form_s_stages_fit_the_limit_and_its_benchmark_accepts_the_options(
     form: str, tmp_path: Path
 ) -> None:
     stages = stages_of(form, tmp_path, is_dry=False)
@@ -107,7 +107,7 @@ def test_the_whole_call_ends_in_time(tmp_path: Path) -> None:
     assert [outcome.said for outcome in outcomes] == ["killed after 6 s", "no time was left"]
 
 
-def test_a_log_too_large_to_come_back_loses_its_middle(tmp_path: Path) -> None:
+def test_a_log_above_the_size_limit_loses_its_middle(tmp_path: Path) -> None:
     program = "print('first'); print('x' * (20 << 20)); print('| last')"
     (outcome,) = run_stages([python("large", program)], tmp_path, {}, 30.0)
     log = (tmp_path / "large.log").read_text()
@@ -117,7 +117,7 @@ def test_a_log_too_large_to_come_back_loses_its_middle(tmp_path: Path) -> None:
     assert list(outcome.lines) == ["last"]
 
 
-def test_a_long_table_is_cut_in_its_longest_outcome() -> None:
+def test_a_long_table_is_cut_at_its_longest_outcome() -> None:
     outcomes = [
         StageResult("brief", "ok", 1.0, ["one", "two"]),
         StageResult("wordy", "ok", 2.0, [f"line {number}" for number in range(90)]),
@@ -145,7 +145,7 @@ def test_failures_are_printed_as_they_happen(tmp_path: Path) -> None:
     ]
 
 
-def test_carried_wheels_are_unpacked_where_their_modules_are_missing(
+def test_carried_wheels_are_unpacked_if_their_modules_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lacking = {"msgspec": "msgspec", "absent_one": "absent-one", "absent_two": "absent-two"}
@@ -166,7 +166,7 @@ def test_every_wheel_has_a_pinned_version() -> None:
     assert all(re.fullmatch(r"[\w-]+==[\w.]+", word) for word in wheels.pinned())
 
 
-def test_compiled_kernels_are_carried_to_the_next_call(tmp_path: Path) -> None:
+def test_compiled_kernels_are_reused_by_the_next_call(tmp_path: Path) -> None:
     first, second, archive = tmp_path / "first", tmp_path / "second", tmp_path / "triton.tar"
     assert cache.save(first, archive) == "nothing was compiled"
     assert cache.restore(archive, second) == "nothing was carried"

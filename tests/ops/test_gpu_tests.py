@@ -56,25 +56,25 @@ def run(command: list[str], environment: dict[str, str]) -> str:
     return child.stdout
 
 
-def test_the_packages_are_hidden(bare: dict[str, str]) -> None:
+def test_the_hidden_packages_cannot_be_imported(bare: dict[str, str]) -> None:
     with pytest.raises(AssertionError, match="No module named 'redis'"):
         run([sys.executable, "-c", "import redis"], bare)
 
 
 @pytest.mark.slow
-def test_the_tests_are_found(bare: dict[str, str]) -> None:
+def test_gpu_tests_are_collected_without_the_hidden_packages(bare: dict[str, str]) -> None:
     pytest.importorskip("triton")
     found = run([str(ROOT / "ops" / "gpu-test"), "-m", "", "--collect-only"], bare)
     for name in (
-        "attends_as_dense_attention_does",
-        "each_kind_draws_torchs_tokens",
+        "each_backend_equals_dense_attention",
+        "each_kind_of_parameters_draws_torch_s_tokens",
         "captured_graphs_give",
     ):
         assert f"test_{name}" in found
 
 
 @pytest.mark.slow
-def test_what_a_cpu_can_run_of_them_passes(bare: dict[str, str]) -> None:
+def test_gpu_tests_that_run_on_a_cpu_pass_without_the_hidden_packages(bare: dict[str, str]) -> None:
     pytest.importorskip("triton")
     chosen = ["-m", "", "-k", "test_devices or test_offloader or fails_by_itself or window"]
     printed = run([str(ROOT / "ops" / "gpu-test"), *chosen], bare)
@@ -83,7 +83,9 @@ def test_what_a_cpu_can_run_of_them_passes(bare: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_and_the_stages_of_gpu_check_start(bare: dict[str, str]) -> None:
+def test_the_benchmark_and_gpu_check_start_without_the_hidden_packages(
+    bare: dict[str, str],
+) -> None:
     pytest.importorskip("triton")
     modules = "ops.benchmarks.__main__, ops.gpu_check.kernels, ops.gpu_check.bench"
     program = f"import {modules}; ops.benchmarks.__main__.main(['gpu', '--help'])"

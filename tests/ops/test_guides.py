@@ -35,14 +35,14 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in reference.pages()))
-def test_generated_pages_are_fresh(page: str) -> None:
+def test_generated_pages_are_up_to_date(page: str) -> None:
     fresh = reference.pages()[GUIDES / page]
     assert (GUIDES / page).read_text(encoding="utf-8") == fresh, (
         f"{page} is stale: run `{reference.COMMAND}`"
     )
 
 
-def test_a_stale_page_is_noticed() -> None:
+def test_a_stale_generated_page_is_detected() -> None:
     stale = PROTOCOL.replace("| `job_id` | str |", "| `job` | str |")
     assert reference.filled("protocol.md", stale) == PROTOCOL
     with pytest.raises(SystemExit, match="lacks the sections limits"):
@@ -66,7 +66,7 @@ def test_example_bytes_decode_to_the_json_beside_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("page", sorted(GUIDES.glob("*.md")), ids=lambda page: page.stem)
-def test_a_guide_opens_with_what_the_reader_will_have(page: Path) -> None:
+def test_each_guide_opens_with_the_reader_s_goal(page: Path) -> None:
     start = page.read_text(encoding="utf-8").split("\n\n")[1]
     assert re.match(r"(At the end of|After|With) this page |In five minutes you ", start) or (
         "After this page you " in start
@@ -93,13 +93,13 @@ def test_a_producer_and_a_reader_take_60_lines_each() -> None:
     assert max(lengths) <= 60, lengths
 
 
-def test_the_request_shown_is_one_that_a_worker_takes() -> None:
+def test_the_request_on_the_protocol_page_is_valid() -> None:
     request = decode_request(shown("JobRequest")[0])
     assert problems(request) == []
     assert f"Its fingerprint is `{fingerprint(request)}`" in PROTOCOL
 
 
-def test_every_key_is_in_the_table() -> None:
+def test_every_redis_key_is_in_the_protocol_s_table() -> None:
     names = {
         name
         for name, value in vars(Keys).items()

@@ -137,7 +137,7 @@ def test_wide_lines_are_found(tmp_path: Path, suffix: str) -> None:
     assert found == f"{path.name}:2: {MAX_COLUMNS + 1} columns, {MAX_COLUMNS} at most"
 
 
-def test_binary_files_are_passed_over(tmp_path: Path) -> None:
+def test_binary_files_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "image.png"
     path.write_bytes(b"\x89PNG\xff\xfe")
     assert list(problems(path, "image.png")) == []
@@ -156,7 +156,7 @@ def test_binary_files_are_passed_over(tmp_path: Path) -> None:
         ("importlib.import_module('pickle')", "imports pickle"),
     ],
 )
-def test_formats_that_run_code_are_found(source: str, says: str) -> None:
+def test_reads_of_formats_that_run_code_are_found(source: str, says: str) -> None:
     [(_, what)] = dangerous_reads(source)
     assert says in what
 
@@ -164,7 +164,7 @@ def test_formats_that_run_code_are_found(source: str, says: str) -> None:
 @pytest.mark.parametrize(
     "source", ["import msgspec", "torch.load(p, weights_only=True)", "from x import pickle_free"]
 )
-def test_other_formats_pass(source: str) -> None:
+def test_safe_reads_are_accepted(source: str) -> None:
     assert list(dangerous_reads(source)) == []
 
 

@@ -68,7 +68,7 @@ def settings_of(pod: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Setting
     return load_settings()  # strict: an unknown variable is an error
 
 
-def test_every_file_of_the_folder_is_applied() -> None:
+def test_every_file_of_the_folder_is_in_the_kustomization() -> None:
     files = {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
     assert files == set(KUSTOMIZATION["resources"])
 
@@ -101,7 +101,7 @@ def keda_reads(document: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-def test_keda_s_own_definition_has_every_field_of_the_scaler() -> None:
+def test_the_installed_keda_definition_has_every_field_of_the_scaler() -> None:
     scaler = DOCUMENTS["ScaledObject/tokenmill-worker"]
     assert keda_reads(scaler) == scaler
 
@@ -124,7 +124,7 @@ def test_keda_s_own_definition_has_every_field_of_the_scaler() -> None:
         ),
     ],
 )
-def test_a_field_that_keda_does_not_have_is_noticed(path: tuple[str | int, ...]) -> None:
+def test_a_field_unknown_to_keda_is_detected(path: tuple[str | int, ...]) -> None:
     broken = json.loads(json.dumps(DOCUMENTS["ScaledObject/tokenmill-worker"]))
     place = broken["spec"]
     for step in path[:-1]:
@@ -135,7 +135,7 @@ def test_a_field_that_keda_does_not_have_is_noticed(path: tuple[str | int, ...])
         jsonschema.validate(broken, SCALER_SCHEMA)
 
 
-def test_a_misspelt_field_is_noticed() -> None:
+def test_a_misspelt_field_is_detected() -> None:
     broken = json.loads(json.dumps(DOCUMENTS[WORKER]))
     broken["spec"]["template"]["spec"]["terminationGracePeriod"] = 90
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -143,7 +143,7 @@ def test_a_misspelt_field_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("name", PODS)
-def test_every_variable_is_a_setting_and_every_role_its_own_user(
+def test_every_variable_is_a_setting_and_every_role_has_its_own_user(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_of(PODS[name], monkeypatch)
@@ -153,7 +153,7 @@ def test_every_variable_is_a_setting_and_every_role_its_own_user(
 
 
 @pytest.mark.parametrize("name", PODS)
-def test_pods_run_without_rights_and_write_only_where_they_must(name: str) -> None:
+def test_pods_run_unprivileged_and_write_only_to_their_volumes(name: str) -> None:
     pod = PODS[name]
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -173,13 +173,13 @@ def test_pods_run_without_rights_and_write_only_where_they_must(name: str) -> No
     assert f"--uid {pod['securityContext']['runAsUser']} tokenmill" in dockerfile
 
 
-def test_a_pod_has_the_time_that_its_drain_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pod_s_grace_period_covers_its_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(PODS[WORKER], monkeypatch)
     needed = settings.drain_seconds + settings.record_drain_seconds
     assert PODS[WORKER]["terminationGracePeriodSeconds"] >= needed + 10
 
 
-def test_the_worker_s_caches_can_be_written() -> None:
+def test_the_worker_s_caches_are_writable() -> None:
     (container,) = PODS[WORKER]["containers"]
     cache = "/home/tokenmill/.cache"
     assert cache in {mount["mountPath"] for mount in container["volumeMounts"]}
@@ -187,7 +187,7 @@ def test_the_worker_s_caches_can_be_written() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PODS if name.startswith("Deployment")])
-async def test_probes_ask_what_the_server_answers(
+async def test_probes_use_paths_that_the_server_answers(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (container,) = PODS[name]["containers"]
@@ -204,7 +204,7 @@ async def test_probes_ask_what_the_server_answers(
     assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
 
 
-def test_everything_selects_pods_that_are_there() -> None:
+def test_every_selector_matches_a_pod() -> None:
     labels = [
         d["spec"]["template"]["metadata"]["labels"]
         for d in DOCUMENTS.values()
@@ -222,7 +222,9 @@ def test_everything_selects_pods_that_are_there() -> None:
     assert "replicas" not in DOCUMENTS[WORKER]["spec"]  # they are KEDA's
 
 
-def test_scaling_counts_on_the_places_that_workers_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scaler_s_threshold_fits_the_places_of_a_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     settings = settings_of(PODS[WORKER], monkeypatch)
     spec = DOCUMENTS["ScaledObject/tokenmill-worker"]["spec"]
     jobs = spec["triggers"][0]["metadata"]
@@ -236,7 +238,7 @@ def test_scaling_counts_on_the_places_that_workers_have(monkeypatch: pytest.Monk
     assert spec["minReplicaCount"] <= spec["fallback"]["replicas"] <= spec["maxReplicaCount"]
 
 
-def test_no_secret_stands_among_the_settings() -> None:
+def test_the_settings_map_holds_no_secret() -> None:
     data = DOCUMENTS["ConfigMap/tokenmill-settings"]["data"]
     assert not [
         name

@@ -28,7 +28,7 @@ def test_a_stale_page_is_reported_and_rewritten(
     assert rooms.main(["--check"]) == 0
 
 
-def test_rooms_and_their_imports(tmp_path: Path) -> None:
+def test_rooms_and_their_imports_are_read_from_the_sources(tmp_path: Path) -> None:
     (tmp_path / "low").mkdir()
     (tmp_path / "low" / "__init__.py").write_text('"""Holds things. More."""\n')
     (tmp_path / "low" / "deep.py").write_text("import json\n")
@@ -40,6 +40,6 @@ def test_rooms_and_their_imports(tmp_path: Path) -> None:
     assert rooms.sentence(found["low"]) == "Holds things"
 
 
-def test_a_cycle_is_refused() -> None:
+def test_a_cycle_of_rooms_is_refused() -> None:
     with pytest.raises(ValueError, match="a → b → a"):
         rooms.in_order({"a": {"b"}, "b": {"a"}})

@@ -44,7 +44,7 @@ def test_a_personification_in_a_test_is_found() -> None:
     ]
 
 
-def test_other_words_and_exceptions_pass() -> None:
+def test_other_words_and_exceptions_are_accepted() -> None:
     assert not list(names.problems({"worker/x.py": "airplane = handsome = 1"}))
     assert not list(names.problems({"worker/x.py": "step.straight = Stage().hand_in()"}))
     assert not list(
@@ -52,10 +52,10 @@ def test_other_words_and_exceptions_pass() -> None:
     )
 
 
-def test_a_class_of_two_files_is_found() -> None:
+def test_a_class_defined_in_two_files_is_found() -> None:
     (found,) = names.problems({"a.py": "class Row: ...", "b.py": "class Row: ..."})
     assert found == "class Row is defined in a.py, b.py: give each a name of its own"
 
 
-def test_this_repository_keeps_to_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_repository_has_no_problem_of_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert names.main(Path(__file__).parents[2]) == 0, capsys.readouterr().out

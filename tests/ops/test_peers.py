@@ -18,7 +18,7 @@ REQUESTS = tuple(
 
 
 @pytest.mark.model
-def test_static_batches_give_our_tokens_and_leave_places_empty(tmp_path: Path) -> None:
+def test_static_batching_gives_the_same_tokens_with_empty_places(tmp_path: Path) -> None:
     options = EngineOptions(
         model=str(tiny_models.save("llama", tmp_path)), pool_tokens=1024, max_sequences=2
     )
@@ -34,7 +34,7 @@ def test_static_batches_give_our_tokens_and_leave_places_empty(tmp_path: Path) -
     static.close()
 
 
-def test_a_round_does_not_find_the_prompts_of_an_earlier_one() -> None:
+def test_a_round_does_not_hit_prompts_of_an_earlier_round() -> None:
     ours = Tokenmill(EngineOptions(model="synthetic", pool_tokens=1024, max_sequences=2))
     for _ in range(2):
         ours.run((WorkloadRequest(tuple(range(65, 105)), 2),))

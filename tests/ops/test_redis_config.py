@@ -30,7 +30,7 @@ QUEUE = "q"
 MakeValkey = Callable[..., ControlledValkey]
 
 
-def test_the_server_accepts_every_line(make_valkey: MakeValkey) -> None:
+def test_a_server_accepts_every_line_of_the_configuration(make_valkey: MakeValkey) -> None:
     server = make_valkey(settings={"include": str(FOLDER / "redis.conf")})
     with server.client() as client:
         kept = client.config_get(
@@ -68,7 +68,7 @@ async def stream(server: ControlledValkey) -> AsyncIterator[JobStream]:
         yield JobStream(connection, Keys(QUEUE), "w1")
 
 
-async def test_a_job_s_whole_life_needs_no_more_than_the_users_have(
+async def test_a_job_runs_from_submit_to_result_under_the_shipped_users(
     server: ControlledValkey, stream: JobStream
 ) -> None:
     await stream.open()
@@ -135,7 +135,7 @@ def test_a_reader_cannot_write(server: ControlledValkey) -> None:
     "command",
     ["FLUSHALL", "KEYS *", "CONFIG GET *", "MONITOR", "CLIENT LIST", "ACL LIST", "GET alien"],
 )
-def test_no_role_at_work_may_inspect_or_destroy(
+def test_no_role_may_inspect_or_destroy_the_server(
     server: ControlledValkey, user: str, command: str
 ) -> None:
     with (
@@ -170,6 +170,6 @@ def test_a_producer_can_neither_claim_nor_read_other_prefixes(server: Controlled
         assert ours.submit(prompt="mine")
 
 
-def test_no_connection_without_a_user_name(server: ControlledValkey) -> None:
+def test_a_connection_without_a_user_name_is_refused(server: ControlledValkey) -> None:
     with server.client() as anonymous, pytest.raises(redis.exceptions.AuthenticationError):
         anonymous.ping()

@@ -24,7 +24,7 @@ def values_of(path: Path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in path.read_text().splitlines())
 
 
-def test_every_password_is_written_and_none_twice(tmp_path: Path) -> None:
+def test_a_different_password_is_written_for_each_name(tmp_path: Path) -> None:
     assert write("compose", tmp_path).returncode == 0
     values = values_of(tmp_path / ".env")
     assert set(values) == set(re.findall(r"\$\{(\w+):\?", COMPOSE))
@@ -67,13 +67,13 @@ def test_files_are_private_and_never_overwritten(
             break
 
 
-def test_git_ignores_them() -> None:
+def test_git_ignores_the_files_with_secrets() -> None:
     lines = (ROOT / ".gitignore").read_text().splitlines()
     here = {line.removeprefix("/") for line in lines}
     assert {".env", "users.acl", "ops/deploy/k8s/secret.env", "ops/deploy/k8s/users.acl"} <= here
 
 
-def test_a_builder_of_images_gets_nothing_but_what_the_images_are_built_from() -> None:
+def test_the_image_build_gets_only_the_files_that_it_copies() -> None:
     first, *rest = [
         line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] != "#"
     ]
@@ -88,7 +88,7 @@ def test_a_builder_of_images_gets_nothing_but_what_the_images_are_built_from() -
     assert named == copied
 
 
-def test_the_cluster_s_users_have_the_passwords_of_its_secret(tmp_path: Path) -> None:
+def test_the_kubernetes_users_have_the_passwords_of_the_secret(tmp_path: Path) -> None:
     write("kubernetes", tmp_path)
     rules, secret = (tmp_path / "users.acl").read_text(), values_of(tmp_path / "secret.env")
     assert "change-me" not in rules + str(secret)
@@ -97,18 +97,18 @@ def test_the_cluster_s_users_have_the_passwords_of_its_secret(tmp_path: Path) ->
         assert f"user {role} on >{password} " in rules
 
 
-def test_nothing_that_is_applied_has_a_password() -> None:
+def test_no_applied_kubernetes_file_has_a_password() -> None:
     kustomization = yaml.safe_load((ROOT / "ops/deploy/k8s/kustomization.yaml").read_text())
     assert [each["envs"] for each in kustomization["secretGenerator"]] == [["secret.env"]]
     applied = [(ROOT / "ops/deploy/k8s" / name).read_text() for name in kustomization["resources"]]
     assert not [text for text in applied if "change-me" in text or "kind: Secret" in text]
 
 
-def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_kind_of_secrets_is_refused(tmp_path: Path) -> None:
     assert write("nomad", tmp_path).returncode == 2
 
 
-def test_every_user_of_the_list_has_a_password_of_its_own(tmp_path: Path) -> None:
+def test_every_user_of_the_list_has_its_own_password(tmp_path: Path) -> None:
     write("users", tmp_path)
     rules = (tmp_path / "users.acl").read_text()
     passwords = re.findall(r"^user \w+ on >([0-9a-f]{48}) ", rules, re.MULTILINE)
@@ -135,6 +135,6 @@ def test_the_user_of_one_queue_has_a_producer_s_rights_there(queue: str, user: s
 
 
 @pytest.mark.parametrize("arguments", [(), ("",), ("a*",), ("a b",), ("a?",), ("[a]",), ("a}:b",)])
-def test_a_queue_whose_name_is_a_pattern_gets_no_user(arguments: tuple[str, ...]) -> None:
+def test_a_queue_whose_name_is_a_pattern_is_refused_a_user(arguments: tuple[str, ...]) -> None:
     done = queue_user(*arguments)
     assert (done.returncode, done.stdout) == (2, "")

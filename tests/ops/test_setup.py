@@ -63,7 +63,7 @@ def run_setup(
     )
 
 
-def test_the_celery_extras_bring_what_a_redis_broker_imports() -> None:
+def test_the_celery_extras_require_the_redis_transport() -> None:
     """`celery` alone lacks what kombu's transport imports: it is in the requirements of
     `celery[redis]`.
     """
@@ -83,7 +83,7 @@ def test_an_unknown_level_is_refused(checkout: Path) -> None:
     assert "usage: ops/setup" in done.stderr
 
 
-def test_an_old_python_is_named(checkout: Path, tmp_path: Path) -> None:
+def test_an_old_python_is_refused_by_version(checkout: Path, tmp_path: Path) -> None:
     old = tmp_path / "bin"
     old.mkdir()
     for name in ("bash", "dirname", "readlink", "cat", "cksum"):
@@ -95,7 +95,7 @@ def test_an_old_python_is_named(checkout: Path, tmp_path: Path) -> None:
     assert "needs Python 3.11" in done.stderr
 
 
-def test_a_finished_environment_is_left_alone_at_once(checkout: Path) -> None:
+def test_a_finished_environment_is_not_built_again(checkout: Path) -> None:
     # A python that records its arguments tells us what the stamp should hold.
     recorder = checkout / "recorder"
     recorder.write_text(f'#!/bin/sh\n[ "$1" = -c ] || printf "%s" "$4" > {checkout}/wanted\n')
@@ -114,7 +114,7 @@ def test_a_finished_environment_is_left_alone_at_once(checkout: Path) -> None:
     assert (checkout / "wanted").exists(), "a change must be noticed"
 
 
-def test_what_is_downloaded_and_what_is_missing_is_printed_first(tmp_path: Path) -> None:
+def test_the_download_size_and_missing_tools_are_printed_first(tmp_path: Path) -> None:
     def printed(has_torch: bool = False, **environment: str) -> str:
         return "\n".join(notes({"PATH": str(tmp_path), **environment}, has_torch=has_torch))
 
@@ -132,7 +132,7 @@ def test_what_is_downloaded_and_what_is_missing_is_printed_first(tmp_path: Path)
     )
 
 
-def test_pip_s_failure_is_one_sentence(checkout: Path) -> None:
+def test_a_failed_pip_is_an_error_of_one_sentence(checkout: Path) -> None:
     provisioner = Provisioner(checkout, "demo", Progress())
     provisioner.log.parent.mkdir()
     provisioner.log.touch()
@@ -147,7 +147,7 @@ def test_pip_s_failure_is_one_sentence(checkout: Path) -> None:
         provisioner._step("installing x", command)
 
 
-def test_npm_s_failure_is_one_sentence(checkout: Path) -> None:
+def test_a_failed_npm_is_an_error_of_one_sentence(checkout: Path) -> None:
     provisioner = Provisioner(checkout, "dev", Progress())
     provisioner.log.parent.mkdir()
     provisioner.log.touch()
@@ -161,9 +161,7 @@ def test_npm_s_failure_is_one_sentence(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("ci", ["", "true"])
-def test_without_npm_s_packages_setup_goes_on_but_not_in_ci(
-    checkout: Path, tmp_path: Path, ci: str
-) -> None:
+def test_a_failed_npm_stops_setup_in_ci_only(checkout: Path, tmp_path: Path, ci: str) -> None:
     """Outside CI setup names the file to remove, and the packages' tests are skipped."""
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -190,7 +188,7 @@ def test_without_npm_s_packages_setup_goes_on_but_not_in_ci(
     assert (".tokenmill-dev to try again" in done.stderr) is (ci == "")
 
 
-def test_the_second_of_two_setups_waits_and_does_nothing(checkout: Path) -> None:
+def test_a_second_setup_waits_for_the_first_and_builds_nothing(checkout: Path) -> None:
     (checkout / ".cache").mkdir()
     with (checkout / ".cache" / "setup.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

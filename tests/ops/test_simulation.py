@@ -48,7 +48,7 @@ class TestQueueLoad:
         assert tokens_s(lone) == pytest.approx(64 / step_s)
         assert tokens_s(replace(lone, prompt_tokens=64)) < tokens_s(lone), "prompts take time too"
 
-    def test_tokens_share_chunks_where_the_server_is_full(self) -> None:
+    def test_tokens_share_chunks_on_a_full_server(self) -> None:
         prices = replace(self.FREE, chunk=10e-6, checkpoint=32e-6)
         rate = tokens_s(self.MIX)
         each, shared = (

@@ -22,7 +22,7 @@ def service_of(path: Path) -> configparser.SectionProxy:
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
-def test_a_stop_has_the_time_of_a_drain(path: Path) -> None:
+def test_the_stop_timeout_covers_a_drain(path: Path) -> None:
     service = service_of(path)
     fields = Settings.model_fields
     drain = fields["drain_seconds"].default + fields["record_drain_seconds"].default
@@ -33,7 +33,7 @@ def test_a_stop_has_the_time_of_a_drain(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
-def test_the_command_and_its_options_exist(path: Path) -> None:
+def test_the_commands_and_options_of_the_units_exist(path: Path) -> None:
     _, command, *options = service_of(path)["ExecStart"].split()
     shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
     for option in re.findall(r"--\S+", " ".join(options)):

@@ -131,7 +131,7 @@ def test_both_wheels_carry_the_revision_that_they_were_built_from(
 
 
 @pytest.mark.slow
-def test_an_application_with_modules_of_the_folders_names_uses_client_and_worker(
+def test_an_application_with_equally_named_modules_can_use_client_and_worker(
     wheel: Path, application: Path, tmp_path: Path
 ) -> None:
     for requirement in ("torch", "alembic", "celery"):
@@ -160,7 +160,7 @@ print(tokenmill_worker.__file__, tokenmill_migrations.__file__)
 
 
 @pytest.mark.slow
-def test_the_client_alone_serves_an_application(
+def test_an_application_can_use_the_client_s_wheel_alone(
     client_wheel: Path, application: Path, tmp_path: Path
 ) -> None:
     site = tmp_path / "site"
@@ -191,7 +191,7 @@ def projects() -> tuple[dict[str, Any], dict[str, Any]]:
     return whole, client
 
 
-def test_both_distributions_agree() -> None:
+def test_both_distributions_have_the_same_requirements() -> None:
     whole, client = projects()
     for key in ("dynamic", "requires-python", "dependencies", "scripts"):
         assert client[key] == whole[key], key

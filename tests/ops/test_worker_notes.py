@@ -11,7 +11,7 @@ LINES = """\
 """
 
 
-def test_notes_of_a_round_begin_where_it_began(tmp_path: Path) -> None:
+def test_notes_of_a_round_are_read_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_text("1.0 earlier 1\n" + LINES)
     notes = read_notes(path, len("1.0 earlier 1\n"))

@@ -71,7 +71,7 @@ def looked_at(port: str, page: str) -> str:
         return str(error.read().decode())
 
 
-async def test_no_prompt_no_answer_and_no_password(make_valkey, tmp_path):
+async def test_logs_metrics_and_traces_hold_no_prompt_answer_or_password(make_valkey, tmp_path):
     server = make_valkey(settings={"requirepass": PASSWORD})
     url = server.url.replace("redis://", f"redis://:{PASSWORD}@")
     database = database_url(tmp_path)
@@ -161,7 +161,7 @@ async def through_good_and_bad(client: AsyncClient, database: Path) -> list[str]
     return [result.text[:24] for result in results]
 
 
-async def test_tables_and_log_hold_no_prompt_unless_asked(redis_url, tmp_path):
+async def test_tables_and_log_hold_prompts_only_with_the_setting(redis_url, tmp_path):
     """The tables hold answers by design, and prompts only by a setting."""
     for record, expected in (("false", False), ("true", True)):
         folder = tmp_path / record
@@ -229,7 +229,7 @@ def output_of(words: list[str], folder: Path, variables: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("kind", BAD_URLS)
-def test_no_command_repeats_a_password_of_a_url(kind, tmp_path, redis_url):
+def test_no_command_prints_a_password_of_a_url(kind, tmp_path, redis_url):
     """The URLs are unreachable, or no URLs at all."""
     servers = {
         "TOKENMILL_REDIS_URL": redis_url,
@@ -267,7 +267,7 @@ def test_settings_are_shown_without_passwords(url, shown):
     assert chosen.public()["database_url"] == shown
 
 
-def test_keys_hold_no_text():
+def test_redis_keys_hold_no_text():
     """Key names appear in monitoring, so they hold ids and names, never a request's text."""
     keys = Keys("q")
     assert keys.idempotency("t", "k") == "tm:{q}:idem:t:k"

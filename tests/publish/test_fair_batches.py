@@ -10,14 +10,14 @@ def event(name: str, token: int = 0) -> TokenEvent:
     return TokenEvent(request_id=name, token_ids=(token,))
 
 
-def test_one_step_goes_as_one() -> None:
+def test_events_of_one_step_are_one_batch() -> None:
     events = tuple(event(str(number)) for number in range(4))
     assert [list(part) for part in split_batches(events, {"3"}, 4)] == [list(events)]
     # what waits for the log is sent without an event too
     assert list(split_batches((), {"3"}, 4)) == [()]
 
 
-def test_of_steps_that_piled_up_the_urgent_go_first_and_the_others_in_parts() -> None:
+def test_urgent_events_of_piled_up_steps_go_first_and_the_others_in_parts() -> None:
     steps = [event(name, step) for step in range(3) for name in ("bulk 1", "urgent", "bulk 2")]
     parts = [
         [(each.request_id, each.token_ids[0]) for each in part]
@@ -30,12 +30,12 @@ def test_of_steps_that_piled_up_the_urgent_go_first_and_the_others_in_parts() ->
     ]
 
 
-def test_without_an_urgent_job_the_others_go_in_parts_all_the_same() -> None:
+def test_events_without_an_urgent_job_are_split_in_parts() -> None:
     events = [event(str(number)) for number in range(5)]
     assert [len(part) for part in split_batches(events, set(), 2)] == [2, 2, 1]
 
 
-def test_what_waits_of_a_request_is_never_parted() -> None:
+def test_waiting_events_of_one_request_stay_in_one_part() -> None:
     events = [
         event(name, step)
         for step in range(9)

@@ -42,7 +42,7 @@ async def step(publisher: Publisher, log: FakeLog, chance: random.Random, preemp
 
 
 @pytest.mark.parametrize("seed", range(40))
-async def test_both_ways_append_the_same_chunks(seed):
+async def test_the_fast_and_the_slow_path_append_the_same_chunks_under_faults(seed):
     chance = random.Random(seed)
     log = FakeLog()
     limits = PublishLimits(max_appends=chance.choice((2, 4, 2_048)))
@@ -65,7 +65,7 @@ async def test_both_ways_append_the_same_chunks(seed):
     assert log.token_ids("short") == log.token_ids("long")
 
 
-async def test_without_faults_both_make_the_same_chunks():
+async def test_the_fast_and_the_slow_path_make_the_same_chunks():
     log = FakeLog()
     publisher = Publisher(log, clock=Clock())
     publisher.open(await admit("short", seed=1))
@@ -101,7 +101,7 @@ class SlowLog(FakeLog):
         return await super().append(items)
 
 
-async def test_a_flush_waits_for_what_is_on_its_way():
+async def test_a_flush_waits_for_the_append_under_way():
     """Jobs are handed over after the flush: a later chunk would be refused."""
     log = SlowLog()
     log.may_answer.set()
@@ -120,7 +120,7 @@ async def test_a_flush_waits_for_what_is_on_its_way():
     await handling
 
 
-async def test_a_stop_string_is_found_in_a_stream_that_has_begun():
+async def test_a_stop_string_is_found_on_the_fast_path():
     log = FakeLog()
     publisher = Publisher(log, clock=Clock())
     publisher.open(await admit(stop=("cd",)))
@@ -129,7 +129,7 @@ async def test_a_stop_string_is_found_in_a_stream_that_has_begun():
     assert reports[-1].finished[0].result.text == log.text("job") == "ab"
 
 
-async def test_a_dead_log_is_not_called_during_its_pause():
+async def test_the_fast_path_does_not_call_an_unreachable_log_during_its_pause():
     log = FakeLog()
     publisher = Publisher(log, clock=Clock())
     for job in JOBS:
@@ -144,7 +144,7 @@ async def test_a_dead_log_is_not_called_during_its_pause():
     assert [log.text(job) for job in JOBS] == ["ab", "ab"]
 
 
-async def test_a_preemption_is_counted_whichever_event_carries_it():
+async def test_preemptions_on_the_fast_path_are_counted():
     publisher = Publisher(FakeLog(), clock=Clock())
     publisher.open(await admit())
     for letter, preemptions in (("a", 0), ("b", 0), ("c", 2), ("d", 2)):
@@ -163,7 +163,7 @@ class BrokenOnce(FakeLog):
         return await super().append(items)
 
 
-async def test_what_was_on_its_way_is_sent_again_whatever_went_wrong():
+async def test_chunks_of_a_failed_append_are_sent_again():
     log = BrokenOnce()
     publisher = Publisher(log, clock=Clock())
     publisher.open(await admit())

@@ -24,7 +24,7 @@ def publisher_of(log, chunk_tokens=4, wait_s=math.inf):
     return Publisher(log, limits=PublishLimits(chunk_tokens=chunk_tokens, chunk_wait_s=wait_s))
 
 
-async def test_the_first_token_goes_at_once_and_the_others_four_by_four(log):
+async def test_the_first_token_is_sent_at_once_and_later_ones_in_chunks(log):
     publisher = publisher_of(log)
     publisher.open(await admit())
     for letter in "abcdefghi":
@@ -41,7 +41,7 @@ async def test_the_first_token_goes_at_once_and_the_others_four_by_four(log):
     assert not publisher.has_pending
 
 
-async def test_no_token_waits_longer_than_it_may(log):
+async def test_a_token_waits_for_its_chunk_no_longer_than_the_limit(log):
     publisher = publisher_of(log, chunk_tokens=100, wait_s=0.001)
     for name in ("early", "late"):
         publisher.open(await admit(name))
@@ -53,7 +53,7 @@ async def test_no_token_waits_longer_than_it_may(log):
     assert not publisher.has_pending
 
 
-async def test_without_a_wait_only_those_go_together_that_wait_anyway(log):
+async def test_with_no_wait_only_tokens_of_a_late_log_share_chunks(log):
     publisher = publisher_of(log, wait_s=0)
     publisher.open(await admit())
     for letter in "abc":
@@ -71,7 +71,7 @@ def chunks_of(log):
     return [(chunk.choice, chunk.text) for chunk in log.chunks["job"]]
 
 
-async def test_steps_that_piled_up_share_chunks_and_tokens_of_one_step_do_not(log):
+async def test_piled_up_steps_share_chunks_and_tokens_of_one_step_do_not(log):
     publisher = publisher_of(log, chunk_tokens=1)
     publisher.open(await admit())
     await publisher.handle([event("a")])
@@ -92,7 +92,7 @@ async def test_steps_that_piled_up_share_chunks_and_tokens_of_one_step_do_not(lo
     assert finished.result.text == log.text("job") == "abcdefghijklmnopqrstuvwxyz12"
 
 
-async def test_what_waited_for_a_log_that_was_away_goes_together(log):
+async def test_tokens_that_waited_for_an_unreachable_log_share_a_chunk(log):
     publisher = publisher_of(log, chunk_tokens=1)
     publisher.open(await admit())
     await publisher.handle([event("a")])
@@ -107,7 +107,7 @@ async def test_what_waited_for_a_log_that_was_away_goes_together(log):
     assert [text for _, text in chunks_of(log)] == ["a", "b", "cdef", "g", "h", "i"]
 
 
-async def test_choices_that_piled_up_share_chunks_too(log):
+async def test_piled_up_tokens_of_several_choices_share_chunks_per_choice(log):
     publisher = publisher_of(log, chunk_tokens=1)
     publisher.open(await admit(n=2))
     await publisher.handle([event("a", choice=0), event("x", choice=1)])
@@ -121,7 +121,7 @@ async def test_choices_that_piled_up_share_chunks_too(log):
     assert chunks_of(log)[6:] == [(0, "e"), (1, "f"), (0, "ghij")]
 
 
-async def test_a_flush_leaves_nothing_behind(log):
+async def test_a_flush_sends_a_partial_chunk(log):
     publisher = publisher_of(log)
     publisher.open(await admit())
     for letter in "abc":
@@ -133,7 +133,7 @@ async def test_a_flush_leaves_nothing_behind(log):
     assert not publisher.has_pending
 
 
-async def test_a_closed_job_waits_for_nothing(log):
+async def test_a_closed_job_has_no_pending_chunk(log):
     publisher = publisher_of(log, wait_s=0)
     publisher.open(await admit())
     await publisher.handle([event("a")])
@@ -142,7 +142,7 @@ async def test_a_closed_job_waits_for_nothing(log):
     assert (await publisher.flush()).finished == []
 
 
-async def test_several_choices_go_token_by_token_and_an_ended_one_does_not_wait_for_the_others(log):
+async def test_tokens_of_several_choices_are_sent_singly_and_an_ended_choice_at_once(log):
     publisher = publisher_of(log)
     publisher.open(await admit(n=2))
     for first, second in ("ax", "by"):
@@ -155,7 +155,7 @@ async def test_several_choices_go_token_by_token_and_an_ended_one_does_not_wait_
     assert [choice.text for choice in finished.result.choices] == ["abcd", "xyz"]
 
 
-async def test_a_log_of_several_choices_that_lost_its_end_is_made_anew(log):
+async def test_a_log_of_several_choices_that_lost_its_end_is_rewritten(log):
     publisher = publisher_of(log)
     publisher.open(await admit(n=2))
     await publisher.handle([event("a", choice=1), event("b", choice=0), event("c", choice=1)])
@@ -209,7 +209,7 @@ steps_of = st.lists(st.lists(st.sampled_from((0, 1, 2)), min_size=1, max_size=6)
 
 
 @given(steps_of, steps_of, st.data())
-async def test_checkpoints_of_several_choices_go_on_where_the_log_ends(first, second, data):
+async def test_checkpoints_of_several_choices_continue_at_the_end_of_the_log(first, second, data):
     """Any worker goes on from any log that the server left.
 
     The log gets all tokens except those of a checkpoint that is not full.
@@ -227,7 +227,7 @@ async def test_checkpoints_of_several_choices_go_on_where_the_log_ends(first, se
 
 
 @pytest.mark.parametrize("after", range(12))
-async def test_a_reader_may_begin_inside_a_chunk(log, after):
+async def test_a_reader_that_begins_inside_a_chunk_gets_the_rest(log, after):
     publisher = publisher_of(log, chunk_tokens=5)
     publisher.open(await admit())
     for letter in "Was ist é?":

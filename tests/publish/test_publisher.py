@@ -27,7 +27,7 @@ def publisher(log, clock):
     return Publisher(log, worker_id="w1", model="tiny", clock=clock)
 
 
-async def test_one_chunk_per_token_and_the_result_is_their_sum(publisher, log, clock):
+async def test_each_token_is_a_chunk_and_the_chunks_join_to_the_result(publisher, log, clock):
     publisher.open(await admit())
     assert (await publisher.handle([event("a", num_cached_tokens=1)])).finished == []
     clock.ms += 100
@@ -61,7 +61,7 @@ async def test_one_chunk_per_token_and_the_result_is_their_sum(publisher, log, c
     assert not publisher.has_pending
 
 
-async def test_one_append_call_for_all_jobs_and_all_accepted_drafts_of_a_step(publisher, log):
+async def test_a_step_s_tokens_of_all_jobs_are_one_append_call(publisher, log):
     for job_id in ("a", "b", "c"):
         publisher.open(await admit(job_id))
     await publisher.handle(
@@ -89,7 +89,7 @@ async def test_a_stop_string_ends_the_choice_and_orders_the_engine_to_stop_it(pu
     assert (late.finished, late.cancel, len(log.calls)) == ([], [], 2)
 
 
-async def test_a_stop_string_in_the_last_token_needs_no_order(publisher):
+async def test_a_stop_string_in_the_last_token_cancels_nothing_in_the_engine(publisher):
     publisher.open(await admit(stop=("b",)))
     report = await publisher.handle([event("ab", end=LENGTH)])
     assert report.cancel == []
@@ -97,7 +97,7 @@ async def test_a_stop_string_in_the_last_token_needs_no_order(publisher):
     assert report.finished[0].result.text == "a"
 
 
-async def test_what_was_held_back_comes_with_the_last_token(publisher, log):
+async def test_text_held_back_is_sent_with_the_last_token(publisher, log):
     publisher.open(await admit(stop=("##!",)))
     await publisher.handle([event("x#")])
     [finished] = (await publisher.handle([event("#", end=LENGTH)])).finished
@@ -120,7 +120,7 @@ async def test_a_broken_off_answer_keeps_its_text_and_the_final_chunk_has_the_re
         assert finished.final_chunk.index == 2
 
 
-async def test_each_choice_counts_its_own_tokens_and_ends_by_itself(publisher, log):
+async def test_each_choice_counts_its_own_tokens_and_ends_separately(publisher, log):
     publisher.open(await admit(n=3, stop=("!",)))
     await publisher.handle([event("a", choice=0), event("bb", choice=1), event("c", choice=2)])
     report = await publisher.handle([event("!zz", choice=1), event("d", choice=0, end=LENGTH)])
@@ -144,7 +144,7 @@ async def test_each_choice_counts_its_own_tokens_and_ends_by_itself(publisher, l
     assert (finished.final_chunk.index, finished.final_chunk.n) == (2, 3)
 
 
-async def test_a_cut_off_choice_ends_with_a_chunk_of_its_rest(publisher, log):
+async def test_a_cancelled_choice_ends_with_a_chunk_of_its_held_back_text(publisher, log):
     publisher.open(await admit(n=2, stop=("##",)))
     await publisher.handle([event("x#", choice=0), event("y", choice=1)])
     ends = [event("", choice=c, end=FinishReason.CANCELLED) for c in (0, 1)]
@@ -157,7 +157,7 @@ async def test_a_cut_off_choice_ends_with_a_chunk_of_its_rest(publisher, log):
     assert finished.final_chunk.text == ""
 
 
-async def test_logprobs_travel_with_their_tokens_when_wanted(publisher, log):
+async def test_logprobs_are_published_only_for_jobs_that_ask_for_them(publisher, log):
     publisher.open(await admit("with", logprobs=True, stop=("c",)))
     publisher.open(await admit("without"))
     both = [
@@ -176,7 +176,7 @@ async def test_logprobs_travel_with_their_tokens_when_wanted(publisher, log):
 ONCE = RetryPolicy(max_attempts=1)
 
 
-async def test_an_error_that_may_pass_is_given_back_by_the_jobs_policy(publisher, log):
+async def test_a_transient_error_is_retried_by_the_job_s_policy(publisher, log):
     job = await admit(retry=RetryPolicy(max_attempts=2, backoff_ms=70))
     publisher.open(job)
     await publisher.handle([event("ab")])
@@ -217,7 +217,7 @@ async def test_an_error_of_one_choice_stops_the_others(publisher):
     assert [c.text for c in report.finished[0].result.choices] == ["a", "b"]
 
 
-async def test_an_error_behind_a_stop_string_is_nothing_to_the_job(publisher):
+async def test_an_engine_error_after_a_stop_string_does_not_fail_the_job(publisher):
     publisher.open(await admit(n=2, stop=("!",)))
     await publisher.handle([event("a!", choice=0), event("b", choice=1)])
     assert (
@@ -227,7 +227,7 @@ async def test_an_error_behind_a_stop_string_is_nothing_to_the_job(publisher):
     assert finished.result.status is JobStatus.SUCCEEDED
 
 
-async def test_a_refusal_bills_nothing(publisher):
+async def test_a_request_refused_by_the_engine_bills_no_tokens(publisher):
     publisher.open(await admit(n=2))
     refusal = event(
         "", end=FinishReason.ERROR, error="it can never fit", error_code="invalid_request"
@@ -237,7 +237,7 @@ async def test_a_refusal_bills_nothing(publisher):
     assert (finished.result.usage.prompt_tokens, finished.result.usage.completion_tokens) == (0, 0)
 
 
-async def test_jobs_that_are_not_streamed_leave_checkpoints(log, clock):
+async def test_jobs_without_streaming_append_checkpoints(log, clock):
     publisher = Publisher(log, limits=PublishLimits(checkpoint_tokens=4), clock=clock)
     publisher.open(await admit(stream=False))
     for letter in "abcdefghi":
@@ -249,7 +249,7 @@ async def test_jobs_that_are_not_streamed_leave_checkpoints(log, clock):
     assert log.published == []
 
 
-async def test_checkpoints_of_several_choices_hold_runs(log, clock):
+async def test_a_checkpoint_of_several_choices_holds_a_run_of_each(log, clock):
     publisher = Publisher(log, limits=PublishLimits(checkpoint_tokens=6), clock=clock)
     publisher.open(await admit(stream=False, n=2))
     for _ in range(3):
@@ -260,7 +260,7 @@ async def test_checkpoints_of_several_choices_hold_runs(log, clock):
     ]
 
 
-async def test_the_first_chunk_holds_what_was_measured_at_the_first_token(publisher, log):
+async def test_the_first_chunk_has_the_usage_measured_at_the_first_token(publisher, log):
     publisher.open(await admit())
     await publisher.handle([event("ab", num_cached_tokens=99)])
     first, second = log.chunks["job"]
@@ -270,7 +270,7 @@ async def test_the_first_chunk_holds_what_was_measured_at_the_first_token(publis
     assert CREATED_MS + first.usage.ttft_ms == Clock().ms
 
 
-async def test_a_resumed_job_goes_on_where_its_log_ends(publisher, log):
+async def test_a_resumed_job_continues_at_the_end_of_its_log(publisher, log):
     undisturbed = await admit(n=2, stop=("cd",))
     publisher.open(undisturbed)
     await publisher.handle([event("ab", choice=0, num_cached_tokens=1), event("x", choice=1)])

@@ -24,7 +24,7 @@ def publisher(log):
     return Publisher(log, clock=Clock())
 
 
-async def test_a_job_that_is_anothers_is_dropped_at_once(publisher, log):
+async def test_a_job_that_another_worker_owns_is_dropped_at_once(publisher, log):
     for job_id in ("mine", "gone"):
         publisher.open(await admit(job_id))
     log.lost.add("gone")
@@ -67,7 +67,7 @@ async def test_chunks_that_the_server_lost_are_sent_again(publisher, log):
     assert not publisher.has_pending
 
 
-async def test_a_gap_is_one_warning_however_many_chunks_meet_it(publisher, log, caplog):
+async def test_a_gap_is_logged_once_for_several_chunks(publisher, log, caplog):
     publisher.open(await admit())
     await publisher.handle([event("ab")])
     log.truncate("job", 1)
@@ -80,7 +80,7 @@ async def test_a_gap_is_one_warning_however_many_chunks_meet_it(publisher, log, 
     assert log.text("job") == "abcdefg"
 
 
-async def test_while_the_log_is_away_nothing_loses_its_place(publisher, log):
+async def test_chunks_keep_their_order_while_the_log_is_unreachable(publisher, log):
     for job_id in ("a", "b"):
         publisher.open(await admit(job_id))
     await publisher.handle([event("1", "a"), event("1", "b")])
@@ -96,7 +96,7 @@ async def test_while_the_log_is_away_nothing_loses_its_place(publisher, log):
     assert publisher.num_unlogged == 0
 
 
-async def test_a_dead_log_is_not_called_at_every_step(publisher, log):
+async def test_an_unreachable_log_is_not_called_at_every_step(publisher, log):
     publisher.open(await admit())
     log.is_down = True
     for letter in "abcdefgh":
@@ -104,7 +104,7 @@ async def test_a_dead_log_is_not_called_at_every_step(publisher, log):
     assert len(log.calls) < 4
 
 
-async def test_a_job_that_ends_while_the_log_is_away_is_reported(publisher, log):
+async def test_a_job_that_ends_while_the_log_is_unreachable_is_reported(publisher, log):
     publisher.open(await admit())
     log.is_down = True
     [finished] = (await publisher.handle([event("ab", end=LENGTH)])).finished
@@ -113,7 +113,7 @@ async def test_a_job_that_ends_while_the_log_is_away_is_reported(publisher, log)
     assert not publisher.has_pending
 
 
-async def test_a_lost_reply_logs_nothing_twice(publisher, log):
+async def test_chunks_repeated_after_a_lost_reply_are_logged_once(publisher, log):
     publisher.open(await admit(n=2))
     log.loses_replies = True
     await publisher.handle([event("ab", choice=0), event("x", choice=1, end=LENGTH)])
@@ -124,7 +124,7 @@ async def test_a_lost_reply_logs_nothing_twice(publisher, log):
     assert [(c.choice, c.index) for c in log.published] == [(0, 0), (0, 1), (1, 0), (0, 2)]
 
 
-async def test_a_repeated_checkpoint_is_the_same_checkpoint(log):
+async def test_a_repeated_checkpoint_has_the_same_tokens(log):
     """Tokens that come in the meantime must not move into a chunk that may have been logged."""
     publisher = Publisher(log, limits=PublishLimits(checkpoint_tokens=2), clock=Clock())
     publisher.open(await admit(stream=False, n=2))
@@ -140,7 +140,7 @@ async def test_a_repeated_checkpoint_is_the_same_checkpoint(log):
     )
 
 
-async def test_a_long_backlog_goes_in_bounded_calls_and_in_order(log):
+async def test_a_long_backlog_is_sent_in_bounded_calls_and_in_order(log):
     publisher = Publisher(log, limits=PublishLimits(max_appends=10, max_unlogged=30), clock=Clock())
     for job_id in ("a", "b"):
         publisher.open(await admit(job_id))
@@ -156,7 +156,7 @@ async def test_a_long_backlog_goes_in_bounded_calls_and_in_order(log):
     assert not publisher.is_full
 
 
-async def test_a_job_closed_during_the_call_is_left_alone(log):
+async def test_the_reply_for_a_job_closed_during_the_call_is_ignored(log):
     publisher = Publisher(log, clock=Clock())
 
     class Closing(FakeLog):
@@ -171,7 +171,7 @@ async def test_a_job_closed_during_the_call_is_left_alone(log):
     assert not publisher.has_pending
 
 
-async def test_a_job_opened_anew_during_the_call_is_another_job():
+async def test_the_reply_for_a_job_reopened_during_the_call_is_ignored():
     class Reopening(FakeLog):
         again: AdmittedJob | None = None
 
@@ -195,7 +195,7 @@ async def test_a_job_opened_anew_during_the_call_is_another_job():
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("stream", [True, False])
-async def test_whatever_goes_wrong_the_log_is_the_result(seed, stream):
+async def test_under_random_faults_the_log_equals_the_result(seed, stream):
     """Random steps under random faults: at the end log and result agree, and every token is in the
     log once. Of an answer without subscribers the log may lack the end.
     """
@@ -234,9 +234,7 @@ async def test_whatever_goes_wrong_the_log_is_the_result(seed, stream):
 
 
 @pytest.mark.parametrize(("n", "collected"), [(1, "ax"), (2, "ax"), (2, "axb"), (3, "ax")])
-async def test_text_that_was_held_back_while_the_log_was_away_is_logged(
-    publisher, log, n, collected
-):
+async def test_text_held_back_while_the_log_was_unreachable_is_logged(publisher, log, n, collected):
     """Each of several choices has an end of its own, in a chunk that this log never received."""
     publisher.open(await admit(n=n, stop=("xyz",)))
     await publisher.handle([event(collected[:2], choice=0)])
@@ -261,7 +259,7 @@ async def test_text_that_was_held_back_while_the_log_was_away_is_logged(
 FAILURE = {"end": FinishReason.ERROR, "error": "boom", "error_code": "engine_error"}
 
 
-async def test_late_events_of_a_lost_delivery_do_not_reach_the_next(publisher, log):
+async def test_late_events_of_a_lost_delivery_are_ignored_by_the_next(publisher, log):
     publisher.open(await admit())
     await publisher.handle([event("ab")])
     publisher.close("job/1")
@@ -272,7 +270,7 @@ async def test_late_events_of_a_lost_delivery_do_not_reach_the_next(publisher, l
     assert (finished.result.text, finished.token) == ("abcd", 2)
 
 
-async def test_a_job_that_is_to_be_tried_again_leaves_no_partial_chunk(log):
+async def test_a_job_to_be_retried_has_no_pending_partial_chunk(log):
     publisher = Publisher(log, limits=PublishLimits(chunk_tokens=4, chunk_wait_s=0), clock=Clock())
     publisher.open(await admit())
     await publisher.handle([event("a")])
@@ -283,7 +281,7 @@ async def test_a_job_that_is_to_be_tried_again_leaves_no_partial_chunk(log):
     assert log.text("job") == "a"
 
 
-async def test_a_job_that_failed_while_the_log_was_away_waits_for_it_no_more(publisher, log):
+async def test_a_job_that_failed_while_the_log_was_unreachable_has_no_pending_chunk(publisher, log):
     publisher.open(await admit())
     log.is_down = True
     await publisher.handle([event("a")])

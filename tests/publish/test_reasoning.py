@@ -42,7 +42,7 @@ async def published(chunk_tokens: int, n: int = 1, stream: bool = True):
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("chunk_tokens", [1, 5])
-async def test_the_chunks_join_to_the_result(chunk_tokens: int, n: int) -> None:
+async def test_chunks_with_thoughts_join_to_the_result(chunk_tokens: int, n: int) -> None:
     chunks, finished = await published(chunk_tokens, n)
     for choice in finished.result.choices:
         assert (choice.reasoning, choice.text) == ("Hm é.", "Yes é!")
@@ -55,7 +55,9 @@ async def test_the_chunks_join_to_the_result(chunk_tokens: int, n: int) -> None:
 
 @pytest.mark.parametrize("after", range(len(IDS) + 1))
 @pytest.mark.parametrize("source", ["log", "result"])
-async def test_a_reader_may_begin_at_any_token(after: int, source: str) -> None:
+async def test_a_reader_that_begins_at_any_token_gets_the_remaining_thoughts_and_text(
+    after: int, source: str
+) -> None:
     chunks, finished = await published(5)
     (choice,) = finished.result.choices
     cursor = StreamPosition("job", after)

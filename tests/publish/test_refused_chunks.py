@@ -28,7 +28,7 @@ class RefusingLog(FakeLog):
 
 @pytest.mark.parametrize("error", [ValueError("INVALID chunks"), struct.error("too large")])
 @pytest.mark.parametrize("text", ["c", "cd"])
-async def test_a_job_whose_chunks_are_refused_ends_alone(error, text):
+async def test_only_the_job_whose_chunks_are_refused_ends(error, text):
     log = RefusingLog()
     log.error = error
     publisher = Publisher(log, clock=Clock())
@@ -45,7 +45,7 @@ async def test_a_job_whose_chunks_are_refused_ends_alone(error, text):
     assert [one.result.text for one in report.finished] == [f"{text}e"] * 2
 
 
-async def test_a_log_that_goes_away_while_a_refused_job_is_looked_for_is_asked_again():
+async def test_a_log_unreachable_during_the_search_for_a_refused_job_is_called_again():
     log = RefusingLog()
     publisher = Publisher(log, clock=Clock())
     for job_id in ("good", "bad"):

@@ -19,7 +19,7 @@ PROMPT = ScoredPrompt(tuple(b"hi"), SCORED)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_first_chunk_and_the_result_have_them(stream: bool) -> None:
+async def test_prompt_logprobs_are_in_the_first_chunk_and_the_result(stream: bool) -> None:
     log = FakeLog()
     publisher = Publisher(log)
     publisher.open(await admit(prompt_logprobs=0, stream=stream, max_tokens=40))
@@ -34,7 +34,7 @@ async def test_the_first_chunk_and_the_result_have_them(stream: bool) -> None:
     assert finished.final_chunk.prompt is None
 
 
-async def test_a_job_that_asks_for_none_has_none() -> None:
+async def test_a_job_that_does_not_ask_has_no_prompt_logprobs() -> None:
     log = FakeLog()
     publisher = Publisher(log)
     publisher.open(await admit(max_tokens=2))
@@ -43,7 +43,7 @@ async def test_a_job_that_asks_for_none_has_none() -> None:
     assert all(chunk.prompt is None for chunk in log.chunks["job"])
 
 
-async def test_they_come_with_the_first_choice_though_another_is_faster() -> None:
+async def test_prompt_logprobs_are_sent_with_the_first_choice_even_if_another_is_faster() -> None:
     log = FakeLog()
     publisher = Publisher(log)
     publisher.open(await admit(prompt_logprobs=0, max_tokens=2, n=2))
@@ -70,7 +70,7 @@ async def resume(log: FakeLog, num_chunks: int, **params) -> AdmittedJob | Finis
     return InputProcessor(byte_level(), MODEL, clock=Clock()).process(delivery)
 
 
-async def test_the_next_worker_has_them_from_the_log_and_asks_for_them_only_without() -> None:
+async def test_a_resumed_job_reads_prompt_logprobs_from_the_log_or_computes_missing_ones() -> None:
     log = FakeLog()
     publisher = Publisher(log)
     publisher.open(await admit(prompt_logprobs=0, max_tokens=2))
@@ -88,7 +88,7 @@ async def test_the_next_worker_has_them_from_the_log_and_asks_for_them_only_with
     assert finished.result.prompt == PROMPT
 
 
-async def test_too_many_are_refused_by_their_number() -> None:
+async def test_too_many_prompt_logprobs_are_refused_with_their_number() -> None:
     request = JobRequest(
         job_id="job", prompt="h" * 3_000, params=SamplingParams(max_tokens=1, prompt_logprobs=100)
     )
@@ -130,7 +130,7 @@ async def test_an_echo_is_in_the_first_chunk_of_each_choice_and_after_a_resume()
     assert [chunk.text for chunk in log.chunks["job"][2:]] == ["b", "y"]
 
 
-async def test_a_job_that_ended_in_the_queue_has_its_echo() -> None:
+async def test_a_job_that_ended_in_the_queue_has_its_echoed_prompt() -> None:
     log = FakeLog()
     publisher = Publisher(log)
     publisher.open(await admit(echo=True, max_tokens=5))

@@ -129,7 +129,7 @@ def fields_of(calls: tuple[GeneratedCall, ...]) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("chunk_tokens", [1, 5])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-async def test_the_pieces_join_to_the_result(case: Case, chunk_tokens: int, n: int) -> None:
+async def test_pieces_of_calls_join_to_the_result(case: Case, chunk_tokens: int, n: int) -> None:
     chunks, finished = await published(chunk_tokens, n, case=case)
     for choice in finished.result.choices:
         assert choice.finish_reason is FinishReason.TOOL_CALLS
@@ -145,7 +145,9 @@ async def test_the_pieces_join_to_the_result(case: Case, chunk_tokens: int, n: i
 
 @pytest.mark.parametrize("source", ["log", "result"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-async def test_a_reader_may_begin_at_any_token(case: Case, source: str) -> None:
+async def test_a_reader_that_begins_at_any_token_gets_the_remaining_calls(
+    case: Case, source: str
+) -> None:
     chunks, finished = await published(5, case=case)
     (choice,) = finished.result.choices
     for after in range(len(case.ids) + 1):
@@ -160,7 +162,7 @@ async def test_a_reader_may_begin_at_any_token(case: Case, source: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-async def test_a_log_cut_anywhere_is_continued_with_the_same_calls(case: Case) -> None:
+async def test_an_answer_resumed_anywhere_has_the_same_calls(case: Case) -> None:
     _, finished = await published(1, case=case)
     for cut in range(1, len(case.ids), 3):
         log = Chunk(job_id="job", index=0, token_ids=case.ids[:cut])
@@ -170,7 +172,7 @@ async def test_a_log_cut_anywhere_is_continued_with_the_same_calls(case: Case) -
         assert job.answer.results() == finished.result.choices
 
 
-async def test_a_call_that_is_cut_is_marked_and_the_reason_is_the_length() -> None:
+async def test_a_cut_call_is_incomplete_and_the_finish_reason_is_length() -> None:
     _, finished = await published(1, ids=IDS[:-20], reason=FinishReason.LENGTH)
     (choice,) = finished.result.choices
     assert choice.finish_reason is FinishReason.LENGTH
@@ -179,7 +181,7 @@ async def test_a_call_that_is_cut_is_marked_and_the_reason_is_the_length() -> No
     assert job[1].result.finish_reason is FinishReason.STOP
 
 
-async def test_the_engine_gets_the_grammar_and_the_template_the_tools() -> None:
+async def test_tools_are_passed_as_a_grammar_to_the_engine_and_to_the_template() -> None:
     job = await admitted(request_of(tool_choice="required"))
     bound = job.generation.params.response_format
     assert bound is not None
@@ -192,7 +194,7 @@ async def test_the_engine_gets_the_grammar_and_the_template_the_tools() -> None:
     assert byte_level().decode(free.generation.prompt.token_ids) == "Hi0 tools"
 
 
-async def test_a_model_without_a_form_of_calls_refuses_tools() -> None:
+async def test_tools_for_a_model_without_a_call_form_are_refused() -> None:
     ended = await processed(request_of(), form=None)
     assert isinstance(ended, FinishedJob)
     assert ended.result.error is not None

@@ -12,7 +12,7 @@ from tokenmill_schemas.job import Priority
 pytestmark = pytest.mark.redis
 
 
-async def test_urgent_classes_first_and_in_order_within_a_class(queue: Queue) -> None:
+async def test_urgent_classes_are_claimed_first_and_in_order_within_a_class(queue: Queue) -> None:
     jobs = {
         name: [await queue.submit(priority=name) for _ in range(2)]
         for name in ("bulk", "standard", "interactive")
@@ -21,7 +21,7 @@ async def test_urgent_classes_first_and_in_order_within_a_class(queue: Queue) ->
     assert got == jobs["interactive"] + jobs["standard"] + jobs["bulk"]
 
 
-async def test_no_credit_no_job_and_never_more_than_asked_for(queue: Queue) -> None:
+async def test_a_claim_returns_at_most_its_number_of_credits(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x"}] * 5)
     worker = queue.worker()
     assert await worker.claim(0) == []
@@ -29,7 +29,7 @@ async def test_no_credit_no_job_and_never_more_than_asked_for(queue: Queue) -> N
     assert len(await worker.claim(3)) == 2
 
 
-async def test_further_credits_are_for_interactive_jobs_alone(queue: Queue) -> None:
+async def test_urgent_credits_claim_interactive_jobs_only(queue: Queue) -> None:
     jobs = {
         name: [await queue.submit(priority=name) for _ in range(2)]
         for name in ("bulk", "standard", "interactive")
@@ -50,7 +50,7 @@ async def test_further_credits_are_for_interactive_jobs_alone(queue: Queue) -> N
     assert len(await worker.claim(9)) == 3  # what bulk and standard were passed by is not lost
 
 
-async def test_bulk_always_moves_and_standard_too(queue: Queue) -> None:
+async def test_standard_and_bulk_jobs_get_a_share_beside_interactive_jobs(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x", "priority": "interactive"}] * 100)
     await queue.client.submit_many([{"prompt": "x", "priority": "standard"}] * 50)
     await queue.client.submit_many([{"prompt": "x", "priority": "bulk"}] * 50)
@@ -78,7 +78,7 @@ async def test_a_late_small_tenant_does_not_wait_for_a_long_backlog(queue: Queue
     assert late in {delivery.job_id for delivery in await worker.claim(2)}
 
 
-async def test_leaving_for_a_moment_earns_nothing(queue: Queue) -> None:
+async def test_a_tenant_earns_no_share_while_it_has_no_jobs(queue: Queue) -> None:
     """A tenant that submits one job at a time gets its share and no more."""
     await queue.client.submit_many([{"prompt": "x", "tenant": "steady"}] * 60)
     worker, served = queue.worker(), Counter[str | None]()
@@ -89,7 +89,7 @@ async def test_leaving_for_a_moment_earns_nothing(queue: Queue) -> None:
     assert abs(served["steady"] - served["drip"]) <= 3
 
 
-async def test_a_tenant_that_left_an_empty_queue_returns_with_what_it_was_served(
+async def test_a_tenant_returning_to_an_empty_queue_keeps_its_served_tokens(
     queue: Queue,
 ) -> None:
     worker = queue.worker()
@@ -100,7 +100,7 @@ async def test_a_tenant_that_left_an_empty_queue_returns_with_what_it_was_served
     assert [delivery.job_id for delivery in await worker.claim(4)] == [*first, last]
 
 
-async def test_tokens_that_were_not_used_turn_no_virtual_time_back(queue: Queue) -> None:
+async def test_unused_tokens_do_not_turn_virtual_time_back(queue: Queue) -> None:
     """A tenant that begins now would else go before those that have waited all the time."""
     await queue.client.submit_many([{"prompt": "x", "tenant": "t", "max_tokens": 400}] * 3)
     worker, times = queue.worker(), []
@@ -112,7 +112,7 @@ async def test_tokens_that_were_not_used_turn_no_virtual_time_back(queue: Queue)
     assert times[1] == times[0]
 
 
-async def test_tokens_that_were_not_used_go_back_by_weight(queue: Queue) -> None:
+async def test_unused_tokens_are_returned_by_weight(queue: Queue) -> None:
     await queue.client.set_limits("gold", weight=4)
     await queue.client.submit_many([{"prompt": "x", "tenant": "gold", "max_tokens": 400}] * 2)
     worker, index = queue.worker(), queue.keys.fair_shares(Priority.STANDARD)
@@ -122,7 +122,7 @@ async def test_tokens_that_were_not_used_go_back_by_weight(queue: Queue) -> None
     assert await queue.redis.zscore(index, "gold") == 2, "3 + 5 tokens"
 
 
-async def test_jobs_made_by_hand_are_not_free(queue: Queue) -> None:
+async def test_a_job_entered_by_hand_costs_one_token(queue: Queue) -> None:
     """Their cost is unknown: each counts as one token."""
     stream = queue.keys.tenant_stream(Priority.STANDARD)
     for number in range(20):
@@ -136,7 +136,7 @@ async def test_jobs_made_by_hand_are_not_free(queue: Queue) -> None:
     assert await queue.redis.zscore(index, "") == charged - 1 + 8, "3 + 5 tokens"
 
 
-async def test_weights_divide_the_share(queue: Queue) -> None:
+async def test_tenants_share_by_their_weights(queue: Queue) -> None:
     await queue.client.set_limits("gold", weight=3)
     for tenant in ("gold", "plain"):
         await queue.client.submit_many([{"prompt": "x", "tenant": tenant}] * 60)
@@ -146,7 +146,7 @@ async def test_weights_divide_the_share(queue: Queue) -> None:
     assert 28 <= served["gold"] <= 32
 
 
-async def test_a_tenant_at_its_concurrency_limit_lets_others_pass(queue: Queue) -> None:
+async def test_jobs_pass_a_tenant_at_its_concurrency_limit(queue: Queue) -> None:
     await queue.client.set_limits("t", concurrency=2)
     mine = await queue.client.submit_many([{"prompt": "x", "tenant": "t"}] * 5)
     other = await queue.submit(tenant="u")
@@ -170,7 +170,7 @@ async def test_an_empty_tenant_stream_is_deleted(queue: Queue) -> None:
     assert await queue.redis.zcard(queue.keys.fair_shares(Priority.STANDARD)) == 0
 
 
-async def test_a_delivery_holds_what_a_worker_needs(queue: Queue) -> None:
+async def test_a_delivery_has_payload_log_token_counts_and_times(queue: Queue) -> None:
     job = await queue.submit()
     worker = queue.worker()
     (first,) = await worker.claim(1)
@@ -185,7 +185,7 @@ async def test_a_delivery_holds_what_a_worker_needs(queue: Queue) -> None:
     assert second.started_ms == first.started_ms >= first.created_ms > 0
 
 
-async def test_a_full_reply_leaves_the_rest_for_the_next_call(queue: Queue) -> None:
+async def test_jobs_beyond_a_full_reply_are_claimed_by_the_next_call(queue: Queue) -> None:
     jobs = await queue.client.submit_many([{"prompt": "x" * 40_000} for _ in range(5)])
     worker, stream = (
         queue.worker(max_claim_bytes=100_000),
@@ -208,13 +208,13 @@ async def test_a_full_reply_leaves_the_rest_for_the_next_call(queue: Queue) -> N
     assert set(restarted.owned) == set(jobs)
 
 
-async def test_a_reply_may_be_exactly_as_large_as_allowed(queue: Queue) -> None:
+async def test_a_reply_of_exactly_the_allowed_size_is_returned(queue: Queue) -> None:
     jobs = await queue.client.submit_many([{"prompt": "x"}] * 2)
     sizes = [await queue.redis.hstrlen(queue.keys.job(job), "request") for job in jobs]
     assert len(await queue.worker(max_claim_bytes=sum(sizes)).claim(2)) == 2
 
 
-async def test_entries_made_by_hand_are_adopted_or_dropped(queue: Queue) -> None:
+async def test_entries_added_by_hand_are_adopted_or_dropped(queue: Queue) -> None:
     stream = queue.keys.tenant_stream(Priority.STANDARD)
     await queue.redis.xadd(stream, {"job": "by-hand", "request": b"\xc1 not msgpack"})
     await queue.redis.xadd(stream, {"job": "no-such-job"})
@@ -240,7 +240,7 @@ async def test_a_stream_keeps_nothing_of_jobs_that_ended_or_returned(queue: Queu
     assert (await queue.redis.xpending(stream, "workers"))["pending"] == 0
 
 
-async def test_a_lost_claim_reply_costs_one_heartbeat(queue: Queue) -> None:
+async def test_jobs_of_a_lost_claim_reply_return_with_the_next_heartbeat(queue: Queue) -> None:
     """The reply of a claim is lost: the jobs are neither lost nor another worker's."""
     job = await queue.submit()
     lossy = queue.worker("w1")
@@ -255,7 +255,7 @@ async def test_a_lost_claim_reply_costs_one_heartbeat(queue: Queue) -> None:
     assert await restarted_view.claim(1) == []
 
 
-async def test_workers_never_share_a_job(queue: Queue) -> None:
+async def test_concurrent_claims_never_return_the_same_job(queue: Queue) -> None:
     jobs = await queue.client.submit_many([{"prompt": "x"}] * 100)
     workers = [queue.worker(f"w{i}") for i in range(4)]
     got: list[str] = []
@@ -265,7 +265,7 @@ async def test_workers_never_share_a_job(queue: Queue) -> None:
     assert sorted(got) == sorted(jobs)
 
 
-async def test_workers_that_come_and_go_leave_no_names_in_the_group(queue: Queue) -> None:
+async def test_workers_that_ended_leave_no_consumer_names_in_the_group(queue: Queue) -> None:
     for number in range(3):
         job = await queue.submit()
         worker = queue.worker(f"worker-{number}")

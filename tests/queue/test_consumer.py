@@ -98,7 +98,7 @@ async def is_idle(queue: FakeQueue) -> None:
     await until(lambda: queue.watched.is_awaited and not queue.watched.is_set())
 
 
-async def test_it_asks_for_what_can_start_and_no_more() -> None:
+async def test_the_consumer_claims_no_more_jobs_than_can_start() -> None:
     queue, sink = FakeQueue("a", "b", "c", "d"), JobSink(3)
     async with consuming(queue, sink):
         await until(lambda: len(sink.taken) == 3)
@@ -107,7 +107,7 @@ async def test_it_asks_for_what_can_start_and_no_more() -> None:
         assert max(queue.asked) == 3
 
 
-async def test_a_worker_full_of_bulk_wakes_up_for_urgent_jobs() -> None:
+async def test_a_wake_up_claims_urgent_jobs_while_bulk_fills_the_worker() -> None:
     queue, sink = FakeQueue(), JobSink(0)
     sink.urgent = 1
     async with consuming(queue, sink):
@@ -117,7 +117,7 @@ async def test_a_worker_full_of_bulk_wakes_up_for_urgent_jobs() -> None:
         await until(lambda: sink.taken == ["urgent"])
 
 
-async def test_a_wake_up_that_found_no_credit_is_remembered() -> None:
+async def test_a_wake_up_without_credit_leads_to_a_claim_once_there_is_room() -> None:
     queue, sink = FakeQueue(), JobSink(0)
     async with consuming(queue, sink, poll_s=FOR_EVER) as consumer:
         await is_idle(queue)
@@ -130,7 +130,7 @@ async def test_a_wake_up_that_found_no_credit_is_remembered() -> None:
 
 
 @pytest.mark.parametrize("first", [["a", "b"], ["a"]], ids=["full", "short"])
-async def test_a_wake_up_during_a_claim_is_remembered_when_no_credit_is_left(
+async def test_a_wake_up_during_a_claim_leads_to_a_claim_once_there_is_room(
     first: list[str],
 ) -> None:
     """The next claim has no room for anything. The job of the wake-up is claimed as soon as there
@@ -153,7 +153,7 @@ async def test_a_wake_up_during_a_claim_is_remembered_when_no_credit_is_left(
         await until(lambda: sink.taken == [*first, "late"])
 
 
-async def test_what_did_not_fit_is_claimed_when_there_is_room_without_another_wake_up() -> None:
+async def test_jobs_left_by_a_full_claim_are_claimed_once_there_is_room() -> None:
     queue, sink = FakeQueue("a", "b"), JobSink(1)
     async with consuming(queue, sink, poll_s=FOR_EVER) as consumer:
         await until(lambda: sink.taken == ["a"])
@@ -164,7 +164,7 @@ async def test_what_did_not_fit_is_claimed_when_there_is_room_without_another_wa
         await until(lambda: sink.taken == ["a", "b"])
 
 
-async def test_credits_are_not_read_while_nothing_waits() -> None:
+async def test_room_alone_starts_no_claim_while_no_job_waits() -> None:
     queue, sink = FakeQueue(), JobSink(1)
     async with consuming(queue, sink, poll_s=FOR_EVER) as consumer:
         await is_idle(queue)
@@ -173,7 +173,7 @@ async def test_credits_are_not_read_while_nothing_waits() -> None:
         assert queue.asked == [1]
 
 
-async def test_many_are_claimed_in_small_parts() -> None:
+async def test_many_jobs_are_claimed_in_small_parts() -> None:
     """A wave of bulk jobs is claimed in parts.
 
     Urgent jobs come first in every claim, so also between parts.
@@ -194,7 +194,7 @@ async def test_a_wake_up_starts_a_claim_when_it_has_room() -> None:
         await until(lambda: sink.taken == ["new"])
 
 
-async def test_without_room_a_wake_up_claims_nothing() -> None:
+async def test_a_wake_up_without_room_starts_no_claim() -> None:
     queue, sink = FakeQueue(), JobSink(0)
     async with consuming(queue, sink):
         await is_idle(queue)
@@ -208,7 +208,7 @@ async def test_without_room_a_wake_up_claims_nothing() -> None:
         await until(lambda: sink.taken == ["x"])
 
 
-async def test_it_looks_by_itself_now_and_then_also_without_room() -> None:
+async def test_the_consumer_polls_without_room() -> None:
     """Jobs that only have to be recorded need no room, and orphaned jobs send no wake-up."""
     queue, sink = FakeQueue(), JobSink(0)
     async with consuming(queue, sink, poll_s=0.02):
@@ -223,7 +223,7 @@ async def test_a_claim_is_repeated_after_an_outage() -> None:
         assert len(queue.asked) >= 4
 
 
-async def test_jobs_that_cannot_be_taken_in_are_given_back_as_suspects() -> None:
+async def test_jobs_whose_processing_raises_are_returned_as_suspects() -> None:
     queue, sink = FakeQueue("a", "b"), JobSink(2)
     sink.trouble = RuntimeError("a bug")
     async with consuming(queue, sink):
@@ -231,7 +231,7 @@ async def test_jobs_that_cannot_be_taken_in_are_given_back_as_suspects() -> None
     assert queue.released[:2] == [("a", 1, True), ("b", 1, True)]
 
 
-async def test_jobs_are_no_suspects_where_redis_goes_away_while_they_start(
+async def test_jobs_are_returned_unsuspected_if_redis_fails_while_they_start(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     queue, sink = FakeQueue("a", "b"), JobSink(2)
@@ -242,7 +242,7 @@ async def test_jobs_are_no_suspects_where_redis_goes_away_while_they_start(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-async def test_a_call_without_room_is_for_others_and_remembered() -> None:
+async def test_a_wake_up_without_room_is_passed_on_and_remembered() -> None:
     queue, sink = FakeQueue(), JobSink(1)
     async with consuming(queue, sink, poll_s=FOR_EVER) as consumer:
         await is_idle(queue)
@@ -273,7 +273,7 @@ async def test_a_claim_without_credits_leaves_the_backlog_unknown() -> None:
         await until(lambda: sink.taken == ["a"])
 
 
-async def test_after_stop_nothing_is_claimed() -> None:
+async def test_a_stopped_consumer_claims_nothing() -> None:
     queue, sink = FakeQueue(), JobSink(5)
     async with consuming(queue, sink, poll_s=0.01) as consumer:
         await is_idle(queue)
@@ -284,7 +284,7 @@ async def test_after_stop_nothing_is_claimed() -> None:
 
 
 @pytest.mark.redis
-async def test_an_idle_worker_records_all_that_ended_while_it_waited(queue: Queue) -> None:
+async def test_an_idle_worker_records_every_job_that_ended_in_the_queue(queue: Queue) -> None:
     """More than fit one claim, without waiting for polls in between."""
     jobs = await queue.client.submit_many([{"prompt": "x"}] * 200)
     for job in jobs:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.redis
 async def nothing() -> None: ...
 
 
-async def test_one_channel_refused_leaves_no_subscription_of_the_other(
+async def test_a_refused_channel_leaves_no_subscription_of_the_other_channel(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, attempts, open_wake_ups = Keys("q"), asyncio.Semaphore(0), 0

@@ -42,7 +42,7 @@ def test_interactive_jobs_that_no_frame_counts_take_room(is_sent: bool) -> None:
     assert credits_of(FULL_OF_BULK, in_engine, preparing, urgent) == Credits(0, 22)
 
 
-def test_bulk_jobs_sent_after_interactive_ones_take_no_room_from_these() -> None:
+def test_bulk_jobs_sent_after_interactive_jobs_take_no_room_from_them() -> None:
     in_engine = ids("urgent", 16) | ids("bulk", 30)
     assert credits_of(HALF_FULL, in_engine, (), ids("urgent", 16)) == Credits(0, 16)
 

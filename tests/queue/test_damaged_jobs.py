@@ -40,7 +40,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("field", [*NUMERIC, *OTHER])
-async def test_the_others_are_served_whatever_a_field_holds(queue, field, allowed_keys):
+async def test_a_damaged_field_of_a_job_does_not_stop_other_jobs(queue, field, allowed_keys):
     """Queued, running, given back and finished: each script meets the damaged job and goes on."""
     allowed_keys.append("*")  # where it says another tenant or class, its old entry may stay
     worker = queue.worker("w1")
@@ -71,7 +71,7 @@ async def test_the_others_are_served_whatever_a_field_holds(queue, field, allowe
 
 
 @pytest.mark.parametrize("field", [*NUMERIC, *OTHER])
-async def test_waiting_jobs_end_whatever_a_field_holds(queue, field, allowed_keys):
+async def test_a_waiting_job_with_a_damaged_field_ends(queue, field, allowed_keys):
     """Cancelled, expired and due ones."""
     allowed_keys.append("*")
     worker = queue.worker("w1")
@@ -87,7 +87,7 @@ async def test_waiting_jobs_end_whatever_a_field_holds(queue, field, allowed_key
 
 
 @pytest.mark.parametrize("state", ["", "paused", "succeeded", "\xff", "dead"])
-async def test_an_unknown_state_sets_a_job_aside_or_leaves_it(queue, state, allowed_keys):
+async def test_a_job_in_an_unknown_state_is_dead_lettered_or_ignored(queue, state, allowed_keys):
     allowed_keys.append("*")
     worker = queue.worker("w1")
     odd = await queue.submit(job_id="odd")
@@ -112,7 +112,9 @@ NAMES = ["é", "日本", "😀 and a space", "x" * 255, "\u0080\ud7ff\ue000\ufff
 
 
 @pytest.mark.parametrize("name", NO_NAMES)
-async def test_an_id_that_is_no_text_is_refused_and_stops_no_other_job(queue, name, allowed_keys):
+async def test_an_id_that_is_not_unicode_is_refused_and_other_jobs_are_served(
+    queue, name, allowed_keys
+):
     allowed_keys.append("*")
     keys, request = queue.keys, encode(JobRequest(job_id="x", prompt="hello"))
     fields = (name, "standard", "", "print", "", request, 1, 0, 0, 10)
@@ -147,7 +149,7 @@ async def test_an_id_may_be_any_text_of_255_bytes(queue, name):
     assert await queue.worker("w1").finish([end_of(delivery, 1)]) == [True]
 
 
-async def test_a_job_key_of_another_type_stops_no_other_job(queue, allowed_keys):
+async def test_a_job_key_of_another_type_does_not_stop_other_jobs(queue, allowed_keys):
     allowed_keys.append("*")
     bad = await queue.submit(job_id="bad")
     worker = queue.worker("w1")

@@ -9,7 +9,9 @@ from tokenmill_worker.errors import RedisUnavailable
 pytestmark = pytest.mark.redis
 
 
-async def test_a_job_that_stops_the_script_leaves_the_others_finished(queue, allowed_keys):
+async def test_a_job_that_fails_the_script_does_not_keep_the_others_from_finishing(
+    queue, allowed_keys
+):
     allowed_keys.append(queue.keys.job("broken"))
     worker, stream = queue.worker("w1"), queue.keys.tenant_stream(Priority.BULK)
     for name in ("first", "broken", "last"):
@@ -30,7 +32,7 @@ async def counts(queue):
     return tuple(await queue.redis.hmget(queue.keys.meta, "running", "finished:succeeded"))
 
 
-async def test_an_entry_without_a_job_keeps_no_other_in_its_stream(queue, allowed_keys):
+async def test_a_job_with_a_damaged_entry_does_not_keep_others_in_the_stream(queue, allowed_keys):
     allowed_keys.append("*")  # the damaged job's own entry stays
     worker = queue.worker("w1")
     for number in range(5):
@@ -41,7 +43,7 @@ async def test_an_entry_without_a_job_keeps_no_other_in_its_stream(queue, allowe
     assert await queue.redis.xlen(queue.keys.tenant_stream(Priority.STANDARD)) == 1
 
 
-async def test_a_job_that_stops_a_claim_leaves_what_was_claimed_counted(queue, allowed_keys):
+async def test_jobs_claimed_before_a_failing_job_stay_counted(queue, allowed_keys):
     allowed_keys.append("*")
     worker = queue.worker("w1")
     for name in ("good", "broken"):

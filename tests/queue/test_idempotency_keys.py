@@ -31,7 +31,7 @@ async def remembered_ms(queue: Queue, key: str = "k") -> int:
     return int(await queue.redis.pttl(queue.keys.idempotency("", key)))
 
 
-async def test_a_key_outlasts_any_backlog(queue: Queue, hasty: AsyncClient) -> None:
+async def test_a_key_is_kept_while_its_job_waits_or_runs(queue: Queue, hasty: AsyncClient) -> None:
     first = await hasty.submit(prompt="x", idempotency_key="k")
     await asyncio.sleep(0.05)
     assert await hasty.submit(prompt="x", idempotency_key="k") == first, "it waits"
@@ -45,14 +45,16 @@ async def test_a_key_outlasts_any_backlog(queue: Queue, hasty: AsyncClient) -> N
     assert await hasty.submit(prompt="x", idempotency_key="k") == first, "it is just over"
 
 
-async def test_the_key_of_a_job_that_starts_later_waits_for_it(
+async def test_the_key_of_a_scheduled_job_is_kept_until_the_job_ends(
     queue: Queue, hasty: AsyncClient
 ) -> None:
     await hasty.submit(prompt="x", idempotency_key="k", not_before=time.time() + 3_600)
     assert await remembered_ms(queue) == FOR_EVER
 
 
-async def test_a_retried_or_orphaned_jobs_key_stands(queue: Queue, hasty: AsyncClient) -> None:
+async def test_the_key_of_a_retried_or_orphaned_job_is_kept(
+    queue: Queue, hasty: AsyncClient
+) -> None:
     job = await hasty.submit(prompt="x", idempotency_key="k")
     worker = queue.worker("w1")
     (delivery,) = await worker.claim(1)
@@ -63,7 +65,7 @@ async def test_a_retried_or_orphaned_jobs_key_stands(queue: Queue, hasty: AsyncC
     assert await remembered_ms(queue) == FOR_EVER
 
 
-async def test_the_key_of_a_job_cancelled_while_it_waited_goes_after_it_is_recorded(
+async def test_the_key_of_a_job_cancelled_while_waiting_expires_after_its_record(
     queue: Queue, hasty: AsyncClient
 ) -> None:
     job = await hasty.submit(prompt="x", idempotency_key="k")
@@ -75,7 +77,7 @@ async def test_the_key_of_a_job_cancelled_while_it_waited_goes_after_it_is_recor
     assert 0 < await remembered_ms(queue) <= 1_000
 
 
-async def test_the_key_of_a_dead_job_stands_while_it_may_be_redriven(
+async def test_the_key_of_a_dead_job_is_kept_while_the_job_may_be_redriven(
     queue: Queue, hasty: AsyncClient
 ) -> None:
     job = await hasty.submit(prompt="x", idempotency_key="k")
@@ -91,7 +93,9 @@ async def test_the_key_of_a_dead_job_stands_while_it_may_be_redriven(
     assert 0 < await remembered_ms(queue) <= 1_000
 
 
-async def test_the_time_is_the_producers_or_the_queues(queue: Queue, redis_url: str) -> None:
+async def test_a_key_is_kept_for_the_producer_s_time_or_the_queue_s(
+    queue: Queue, redis_url: str
+) -> None:
     worker = queue.worker(idempotency_ttl_s=7_200)
     await queue.submit(idempotency_key="a day")
     await worker.open()
@@ -106,7 +110,7 @@ async def test_the_time_is_the_producers_or_the_queues(queue: Queue, redis_url: 
     assert 0 < await remembered_ms(queue, "a minute") <= 60_000
 
 
-async def test_a_key_that_is_gone_may_be_used_anew(queue: Queue, hasty: AsyncClient) -> None:
+async def test_an_expired_key_may_be_used_again(queue: Queue, hasty: AsyncClient) -> None:
     first = await hasty.submit(prompt="x", idempotency_key="k")
     worker = queue.worker(result_ttl_s=1)
     await worker.finish([end_of(delivery) for delivery in await worker.claim(1)])

@@ -69,7 +69,7 @@ async def test_a_heartbeat_reports_cancelled_and_lost_jobs() -> None:
     assert (events.cancelled, events.lost) == (["a"], ["b", "c"])
 
 
-async def test_a_beat_under_a_name_that_is_anothers_ends_the_keeper() -> None:
+async def test_a_heartbeat_under_a_name_taken_by_another_worker_ends_the_keeper() -> None:
     clock = Clock()
     stream = FakeBeats(clock)
     keeper, events = keeper_of(stream)
@@ -79,7 +79,7 @@ async def test_a_beat_under_a_name_that_is_anothers_ends_the_keeper() -> None:
     assert events.lost == []
 
 
-async def test_a_freeze_longer_than_the_lease_ends_everything_before_the_next_beat() -> None:
+async def test_a_freeze_longer_than_the_lease_gives_up_all_jobs_before_the_next_heartbeat() -> None:
     clock = Clock()
     stream = FakeBeats(clock)
     keeper, events = keeper_of(stream)
@@ -95,7 +95,7 @@ async def test_a_freeze_longer_than_the_lease_ends_everything_before_the_next_be
     assert stream.num_beats == 1
 
 
-async def test_a_second_freeze_while_the_jobs_are_given_up_expires_again() -> None:
+async def test_a_second_freeze_while_jobs_are_given_up_expires_the_lease_again() -> None:
     clock = Clock()
     stream = FakeBeats(clock)
     keeper, events = keeper_of(stream)
@@ -116,7 +116,7 @@ async def test_a_second_freeze_while_the_jobs_are_given_up_expires_again() -> No
     assert events.num_expired == 2
 
 
-async def test_a_short_freeze_is_nothing() -> None:
+async def test_a_freeze_shorter_than_the_lease_keeps_all_jobs() -> None:
     clock = Clock()
     stream = FakeBeats(clock)
     keeper, events = keeper_of(stream)
@@ -127,7 +127,7 @@ async def test_a_short_freeze_is_nothing() -> None:
     assert events.num_expired == 0
 
 
-async def test_a_server_that_is_away_is_no_freeze() -> None:
+async def test_an_unreachable_server_does_not_count_as_a_freeze() -> None:
     """The loop goes on and no other worker can claim: the jobs are kept; tokens decide later."""
     clock = Clock()
     stream = FakeBeats(clock)
@@ -144,7 +144,7 @@ async def test_a_server_that_is_away_is_no_freeze() -> None:
 
 
 @pytest.mark.redis
-async def test_what_wakes_from_a_freeze_sends_nothing(queue: Queue) -> None:
+async def test_a_worker_that_resumes_from_a_freeze_sends_no_write(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x"}] * 2)
     worker, clock = queue.worker(), Clock()
     worker.lease = Lease(10.0, clock)

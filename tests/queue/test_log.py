@@ -38,7 +38,7 @@ def end_chunk(delivery, start: int, choice: int = 0) -> ChunkAppend:
     return ChunkAppend(delivery.token, chunk, start)
 
 
-async def test_what_is_logged_is_published_in_the_same_call(queue: Queue) -> None:
+async def test_appended_chunks_are_logged_and_published_in_one_call(queue: Queue) -> None:
     worker, job = await claimed(queue)
     async with queue.redis.pubsub() as pubsub:
         await pubsub.subscribe(queue.keys.chunks(job.job_id))
@@ -71,7 +71,7 @@ async def test_a_log_that_lost_its_tail_replies_gap_with_its_end(queue: Queue) -
     assert await appended(worker, [token(job, 2, 3)]) == [(GAP, 3)]
 
 
-async def test_a_chunk_that_begins_the_log_makes_it_anew(queue: Queue) -> None:
+async def test_a_chunk_that_begins_the_log_rewrites_it(queue: Queue) -> None:
     worker, job = await claimed(queue)
     await worker.append([token(job, 0), token(job, 1), token(job, 2)])
     assert await appended(worker, [token(job, 0, 2), token(job, 2)]) == [(OK, 2), (OK, 3)]
@@ -107,7 +107,7 @@ async def test_checkpoints_are_logged_and_not_published(queue: Queue) -> None:
     assert await queue.redis.xlen(queue.keys.log(job.job_id)) == 1
 
 
-async def test_a_zombie_can_write_nothing(queue: Queue) -> None:
+async def test_a_worker_that_lost_its_lease_cannot_write(queue: Queue) -> None:
     zombie, before = await claimed(queue)
     await zombie.append([token(before, 0)])
     await queue.redis.delete(queue.keys.worker("w1"))  # its lease ran out
@@ -122,14 +122,14 @@ async def test_a_zombie_can_write_nothing(queue: Queue) -> None:
     assert await heir.finish([end_of(after, 2)]) == [True]
 
 
-async def test_between_two_owners_no_write_is_taken(queue: Queue) -> None:
+async def test_a_released_job_accepts_no_write_before_its_next_claim(queue: Queue) -> None:
     zombie, before = await claimed(queue)
     await zombie.release([(before.job_id, before.token, False)])
     assert await appended(zombie, [token(before, 0)]) == [(LOST, 0)]
     assert await zombie.finish([end_of(before)]) == [False]
 
 
-async def test_finish_leaves_the_result_and_nothing_else(queue: Queue) -> None:
+async def test_finish_leaves_only_the_result_and_the_log(queue: Queue) -> None:
     worker, job = await claimed(queue, tenant="t")
     await worker.append([token(job, 0)])
     assert await worker.finish([end_of(job, 1)]) == [True]
@@ -164,28 +164,28 @@ async def test_a_repeated_finish_replies_the_same_and_publishes_nothing(queue: Q
         assert await pubsub.get_message(timeout=0.1) is None
 
 
-async def test_nothing_is_appended_after_the_end(queue: Queue) -> None:
+async def test_an_append_after_the_end_replies_lost(queue: Queue) -> None:
     worker, job = await claimed(queue)
     await worker.finish([end_of(job)])
     assert await appended(worker, [token(job, 0)]) == [(LOST, 0)]
     assert not await queue.redis.exists(queue.keys.log(job.job_id))
 
 
-async def test_a_finish_of_megabytes_is_cut_into_calls(queue: Queue) -> None:
+async def test_a_large_finish_is_split_into_several_calls(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x"}] * 6)
     worker = queue.worker()
     ends = [end_of(job, 90_000) for job in await worker.claim(6)]
     assert await worker.finish(ends) == [True] * 6
 
 
-async def test_the_log_lives_only_so_long(queue: Queue) -> None:
+async def test_a_log_expires_after_its_time_to_live(queue: Queue) -> None:
     worker, job = await claimed(queue)
     await worker.append([token(job, 0)])
     assert 0 < await queue.redis.ttl(queue.keys.log(job.job_id)) <= 86_400
     await worker.finish([end_of(job, 1)])
 
 
-async def test_a_job_whose_log_expired_begins_again(queue: Queue) -> None:
+async def test_a_job_whose_log_expired_starts_from_the_beginning(queue: Queue) -> None:
     worker, before = await claimed(queue)
     await worker.append([token(before, 0)])
     await queue.redis.delete(queue.keys.log(before.job_id))
@@ -196,7 +196,7 @@ async def test_a_job_whose_log_expired_begins_again(queue: Queue) -> None:
     await worker.finish([end_of(after, 1)])
 
 
-async def test_the_true_cost_is_settled_at_the_end(queue: Queue) -> None:
+async def test_the_tenant_s_cost_is_corrected_at_the_end_of_a_job(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x", "tenant": "t", "max_tokens": 1000}] * 2)
     worker = queue.worker()
     (job,) = await worker.claim(1)
@@ -217,7 +217,7 @@ async def test_appends_of_two_jobs_do_not_disturb_each_other(queue: Queue) -> No
     assert list(worker.owned) == [b.job_id]
 
 
-async def test_a_server_that_forgot_its_scripts_gets_them_again(queue: Queue) -> None:
+async def test_scripts_that_the_server_lost_are_loaded_again(queue: Queue) -> None:
     worker, job = await claimed(queue)
     await queue.redis.script_flush()
     assert await appended(worker, [token(job, 0)]) == [(OK, 1)]
@@ -226,7 +226,7 @@ async def test_a_server_that_forgot_its_scripts_gets_them_again(queue: Queue) ->
     assert results[0] == [True]
 
 
-async def test_everything_that_ends_badly_keeps_its_state(queue: Queue) -> None:
+async def test_failed_cancelled_and_expired_jobs_keep_their_state(queue: Queue) -> None:
     for status in (JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.EXPIRED):
         worker, job = await claimed(queue)
         await worker.finish([end_of(job, 0, status)])

@@ -108,7 +108,7 @@ async def test_a_tenant_at_its_limit_runs_again_after_its_lost_job_left_the_work
     assert await running(queue) == (1, 1)
 
 
-async def test_an_append_finds_a_job_gone_and_the_next_heartbeat_reports_it(
+async def test_a_deleted_job_found_by_an_append_is_reported_by_the_next_heartbeat(
     queue: Queue, worker: JobStream, losses: Losses
 ) -> None:
     await queue.submit(tenant="t")
@@ -151,7 +151,7 @@ async def test_every_running_job_is_reported_after_a_flushall(
         await queue.client.status(jobs[0])
 
 
-async def test_a_waiting_job_whose_hash_is_gone_is_reported_by_the_claim(
+async def test_a_deleted_waiting_job_is_reported_by_the_claim(
     queue: Queue, worker: JobStream, losses: Losses
 ) -> None:
     gone, kept = await queue.submit(), await queue.submit()
@@ -162,7 +162,7 @@ async def test_a_waiting_job_whose_hash_is_gone_is_reported_by_the_claim(
     assert losses.counted == [1]
 
 
-async def test_a_job_that_came_back_and_is_gone_is_reported_by_the_claim(
+async def test_a_deleted_returned_job_is_reported_by_the_claim(
     queue: Queue, worker: JobStream, losses: Losses
 ) -> None:
     job = await queue.submit()
@@ -173,7 +173,7 @@ async def test_a_job_that_came_back_and_is_gone_is_reported_by_the_claim(
     assert (losses.jobs, losses.counted) == ([job], [1])
 
 
-async def test_a_job_that_is_gone_when_it_is_given_back_is_reported(
+async def test_a_job_deleted_before_its_release_is_reported(
     queue: Queue, worker: JobStream, losses: Losses
 ) -> None:
     await queue.submit()
@@ -183,7 +183,7 @@ async def test_a_job_that_is_gone_when_it_is_given_back_is_reported(
     assert (losses.jobs, losses.counted, losses.refusals) == ([delivery.job_id], [1], [])
 
 
-async def test_a_recorded_job_that_is_gone_needs_no_acknowledgement(
+async def test_a_deleted_recorded_job_needs_no_acknowledgement(
     queue: Queue, worker: JobStream, losses: Losses
 ) -> None:
     """SQL has its result: nothing is lost, and no other worker owns it."""
@@ -227,7 +227,7 @@ async def test_a_tenant_at_its_limit_runs_again_after_its_job_was_lost_behind_it
     assert [each.job_id for each in await queue.worker("w3").claim(1)] == [waiting]
 
 
-async def test_a_job_that_is_given_back_is_counted_for_its_tenant_without_the_tenants_key(
+async def test_a_released_job_is_counted_for_its_tenant_without_the_tenants_key(
     queue: Queue, worker: JobStream
 ) -> None:
     """Its hash names the tenant."""
@@ -238,7 +238,7 @@ async def test_a_job_that_is_given_back_is_counted_for_its_tenant_without_the_te
     assert await running(queue) == (0, 0)
 
 
-async def test_a_job_runs_and_ends_where_another_program_wrote_the_tenants(
+async def test_a_job_runs_and_ends_if_another_program_overwrote_the_tenants_key(
     queue: Queue, worker: JobStream
 ) -> None:
     await queue.redis.set(f"{queue.keys.base}tenants", "no hash", ex=600)
@@ -250,7 +250,7 @@ async def test_a_job_runs_and_ends_where_another_program_wrote_the_tenants(
 
 
 @pytest.mark.parametrize("how", ["heartbeat", "redelivery", "death", "resign"])
-async def test_a_lost_job_that_is_submitted_again_under_its_id_belongs_to_its_new_worker_alone(
+async def test_a_lost_job_submitted_again_under_its_id_belongs_only_to_its_new_worker(
     queue: Queue, worker: JobStream, how: str
 ) -> None:
     job = await queue.submit(job_id="again", tenant="t")

@@ -20,7 +20,9 @@ PACK = Script("pack", TEXT, hashlib.sha1(TEXT.encode()).hexdigest())
 
 
 @pytest.mark.parametrize("size", [0, 31, 32, 127, 128, 255, 256, 1_000, 65_535])
-def test_numbers_and_texts_of_each_form(valkey: ControlledValkey, size: int) -> None:
+def test_scripts_encode_numbers_and_texts_of_each_messagepack_form(
+    valkey: ControlledValkey, size: int
+) -> None:
     text = "x" * size
     with redis.Redis.from_url(valkey.url) as server:
         for number in (size, size + 2**32):

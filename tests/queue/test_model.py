@@ -236,7 +236,7 @@ class QueueMachine(ProducerMachine):
         self.steps(-1)
 
 
-def test_the_scripts_keep_their_promises(redis_url: str) -> None:
+def test_random_calls_of_the_scripts_agree_with_the_model(redis_url: str) -> None:
     run_state_machine_as_test(
         lambda: QueueMachine(redis_url),  # type: ignore[arg-type]
         settings=settings(

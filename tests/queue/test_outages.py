@@ -24,7 +24,9 @@ async def hold_two_each(queue: Queue, *names: str) -> list[JobStream]:
     return workers
 
 
-async def test_the_first_to_come_back_takes_nothing_from_the_others(queue: Queue) -> None:
+async def test_the_first_worker_back_after_an_outage_takes_no_job_of_the_others(
+    queue: Queue,
+) -> None:
     first, second = await hold_two_each(queue, "w1", "w2")
     await asyncio.sleep(2 * LEASE_S)  # without a reachable server no worker sweeps
     assert await beat(first) == ()
@@ -34,7 +36,9 @@ async def test_the_first_to_come_back_takes_nothing_from_the_others(queue: Queue
     assert len(second.owned) == 2
 
 
-async def test_one_whose_lease_has_not_run_out_yet_waits_for_the_others_too(queue: Queue) -> None:
+async def test_a_worker_with_a_valid_lease_takes_no_job_of_others_after_an_outage(
+    queue: Queue,
+) -> None:
     first, second = await hold_two_each(queue, "w1", "w2")
     await asyncio.sleep(0.3 * LEASE_S)
     assert await beat(first) == ()
@@ -44,7 +48,9 @@ async def test_one_whose_lease_has_not_run_out_yet_waits_for_the_others_too(queu
     assert await beat(second) == ()
 
 
-async def test_a_worker_that_does_not_come_back_is_swept_a_lease_later(queue: Queue) -> None:
+async def test_a_worker_that_does_not_return_from_an_outage_is_swept_a_lease_later(
+    queue: Queue,
+) -> None:
     first, gone = await hold_two_each(queue, "w1", "w2")
     lost = set(gone.owned)
     await asyncio.sleep(2 * LEASE_S)
@@ -58,7 +64,7 @@ async def test_a_worker_that_does_not_come_back_is_swept_a_lease_later(queue: Qu
     assert {delivery.job_id for delivery in found} == lost
 
 
-async def test_a_newcomer_takes_a_dead_ones_jobs_at_once(queue: Queue) -> None:
+async def test_a_new_worker_takes_a_dead_worker_s_jobs_at_once(queue: Queue) -> None:
     """A long time without sweeps is no outage when no live worker was there to sweep."""
     (dead,) = await hold_two_each(queue, "w1")
     await asyncio.sleep(2 * LEASE_S)
@@ -66,7 +72,7 @@ async def test_a_newcomer_takes_a_dead_ones_jobs_at_once(queue: Queue) -> None:
     assert {delivery.job_id for delivery in found} == set(dead.owned)
 
 
-async def test_sweeps_that_are_rarer_than_leases_are_no_outage(queue: Queue) -> None:
+async def test_sweeps_less_frequent_than_leases_do_not_count_as_an_outage(queue: Queue) -> None:
     living, dead = (queue.worker(name, lease_s=LEASE_S, sweep_s=LEASE_S) for name in ("w1", "w2"))
     await queue.submit()
     assert len(await dead.claim(1)) == 1

@@ -24,7 +24,7 @@ async def die(queue: Queue, worker_id: str) -> None:
     await queue.redis.delete(queue.keys.worker(worker_id))
 
 
-async def test_a_dead_workers_jobs_come_first_and_are_suspected(queue: Queue) -> None:
+async def test_a_dead_worker_s_jobs_are_claimed_first_as_suspects(queue: Queue) -> None:
     lost = [await queue.submit() for _ in range(3)]
     dying = queue.worker("w1")
     await dying.claim(3)
@@ -36,7 +36,7 @@ async def test_a_dead_workers_jobs_come_first_and_are_suspected(queue: Queue) ->
     assert b"w1" not in await queue.redis.smembers(queue.keys.workers)
 
 
-async def test_a_job_with_progress_is_no_suspect_where_no_crash_was_reported(queue: Queue) -> None:
+async def test_a_job_with_progress_is_no_suspect_without_a_reported_crash(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x"}] * 2)
     dying = queue.worker("w1")
     a, b = await dying.claim(2)
@@ -47,7 +47,7 @@ async def test_a_job_with_progress_is_no_suspect_where_no_crash_was_reported(que
         assert (crashes[a.job_id], crashes[b.job_id]) == expected
 
 
-async def test_a_living_worker_keeps_its_jobs_for_any_time(queue: Queue) -> None:
+async def test_a_worker_with_heartbeats_keeps_its_jobs_for_any_time(queue: Queue) -> None:
     await queue.submit()
     holder, other = queue.worker("w1", lease_s=60), queue.worker("w2", lease_s=60)
     await holder.claim(1)
@@ -58,7 +58,7 @@ async def test_a_living_worker_keeps_its_jobs_for_any_time(queue: Queue) -> None
         assert await other.claim(1) == []
 
 
-async def test_orphans_are_freed_after_the_servers_clock_went_back(queue: Queue) -> None:
+async def test_orphans_are_freed_after_the_server_s_clock_was_set_back(queue: Queue) -> None:
     job = await queue.submit()
     await queue.worker("w1").claim(1)
     await die(queue, "w1")
@@ -78,7 +78,7 @@ async def test_a_busy_worker_frees_orphans_for_others(queue: Queue) -> None:
     assert [d.job_id for d in await queue.worker("w3").claim(1)] == [job]
 
 
-async def test_a_drained_job_is_claimable_at_once_and_unsuspected(queue: Queue) -> None:
+async def test_a_drained_job_is_claimable_at_once_without_suspicion(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x"}] * 20)
     first = queue.worker("w1")
     (job,) = await first.claim(1)
@@ -91,7 +91,7 @@ async def test_a_drained_job_is_claimable_at_once_and_unsuspected(queue: Queue) 
     await first.resign()
 
 
-async def test_resigning_gives_up_everything_unsuspected(queue: Queue) -> None:
+async def test_resigning_releases_all_jobs_without_suspicion(queue: Queue) -> None:
     jobs = [await queue.submit() for _ in range(3)]
     worker = queue.worker("w1")
     await worker.claim(3)
@@ -103,7 +103,7 @@ async def test_resigning_gives_up_everything_unsuspected(queue: Queue) -> None:
     assert not await queue.redis.exists(queue.keys.worker("w1"), queue.keys.owned("w1"))
 
 
-async def test_a_job_whose_hash_is_gone_keeps_no_other_from_returning(queue: Queue) -> None:
+async def test_a_deleted_job_does_not_keep_others_from_returning(queue: Queue) -> None:
     gone, other = await queue.client.submit_many([{"prompt": "x"}] * 2)
     worker = queue.worker("w1")
     await worker.claim(2)
@@ -113,7 +113,7 @@ async def test_a_job_whose_hash_is_gone_keeps_no_other_from_returning(queue: Que
     assert [d.job_id for d in await queue.worker("w2").claim(2)] == [other]
 
 
-async def test_one_claim_takes_all_returned_jobs_that_have_room(queue: Queue) -> None:
+async def test_a_claim_takes_all_returned_jobs_for_which_there_is_room(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x"}] * 70)
     first, second = queue.worker("w1"), queue.worker("w2")
     await first.claim(70)
@@ -121,7 +121,9 @@ async def test_one_claim_takes_all_returned_jobs_that_have_room(queue: Queue) ->
     assert len(await second.claim(70)) == 70
 
 
-async def test_the_first_of_two_namesakes_is_replaced_by_the_second(queue: Queue) -> None:
+async def test_the_first_of_two_workers_with_one_name_is_replaced_by_the_second(
+    queue: Queue,
+) -> None:
     first, second = (WorkerStatus(worker_id="w1", started_ms=started) for started in (1_000, 2_000))
     old, new = queue.worker("w1"), queue.worker("w1")
     assert not (await old.heartbeat(first)).is_replaced
@@ -133,7 +135,9 @@ async def test_the_first_of_two_namesakes_is_replaced_by_the_second(queue: Queue
 
 
 @pytest.mark.parametrize("value", [b"", b"no status", b"\xc1"])
-async def test_what_is_no_status_is_no_namesake(queue: Queue, value: bytes) -> None:
+async def test_an_invalid_worker_key_does_not_count_as_a_worker_of_the_same_name(
+    queue: Queue, value: bytes
+) -> None:
     await queue.redis.set(queue.keys.worker("w1"), value)
     assert not (await queue.worker("w1").heartbeat(status())).is_replaced
     await queue.redis.delete(queue.keys.worker("w1"))
@@ -141,7 +145,7 @@ async def test_what_is_no_status_is_no_namesake(queue: Queue, value: bytes) -> N
     assert not (await queue.worker("w1").heartbeat(status())).is_replaced
 
 
-async def test_a_namesake_that_starts_anew_gives_back_what_the_last_one_held(queue: Queue) -> None:
+async def test_a_restarted_worker_returns_the_jobs_that_its_name_owned(queue: Queue) -> None:
     job = await queue.submit()
     await queue.worker("pod-0").claim(1)
     reborn = queue.worker("pod-0")
@@ -192,7 +196,7 @@ async def test_a_retry_waits_and_continues_with_a_higher_attempt(queue: Queue) -
     assert (again.attempt, again.crashes, len(again.log)) == (2, 0, 1)
 
 
-async def test_the_history_keeps_the_last_lines_one_for_each_return(queue: Queue) -> None:
+async def test_the_history_keeps_one_line_for_each_of_the_last_returns(queue: Queue) -> None:
     job = await queue.submit()
     worker = queue.worker("w1")
     for number in range(24):
@@ -204,7 +208,7 @@ async def test_the_history_keeps_the_last_lines_one_for_each_return(queue: Queue
     assert lines == [f"retry on w1: busy {number}" for number in range(4, 24)]
 
 
-async def test_cancelled_while_it_waits_a_job_ends_at_once(queue: Queue) -> None:
+async def test_a_job_cancelled_while_waiting_ends_at_once(queue: Queue) -> None:
     job, other = await queue.submit(tenant="t"), await queue.submit()
     async with queue.redis.pubsub() as pubsub:
         await pubsub.subscribe(queue.keys.chunks(job))
@@ -224,7 +228,7 @@ async def test_cancelled_while_it_waits_a_job_ends_at_once(queue: Queue) -> None
     assert (await queue.client.depth()).num_queued == 0
 
 
-async def test_a_dead_worker_s_ended_job_goes_to_the_next(queue: Queue) -> None:
+async def test_an_ended_job_claimed_by_a_dead_worker_is_claimed_by_the_next(queue: Queue) -> None:
     job = await queue.submit()
     await queue.client.cancel(job)
     (first,) = await queue.worker("w1").claim(0)
@@ -236,7 +240,7 @@ async def test_a_dead_worker_s_ended_job_goes_to_the_next(queue: Queue) -> None:
     await heir.finish([end_of(second, 0, JobStatus.CANCELLED)])
 
 
-async def test_cancelled_while_it_waits_for_its_next_worker_it_is_ended_there(
+async def test_a_returned_job_cancelled_while_waiting_is_ended_by_its_next_worker(
     queue: Queue,
 ) -> None:
     """SQL may have its end already, by a worker that died before it acknowledged; none other is
@@ -256,7 +260,7 @@ async def test_cancelled_while_it_waits_for_its_next_worker_it_is_ended_there(
     assert (await queue.client.depth()).num_queued == 0
 
 
-async def test_a_deadline_that_passes_while_it_waits_for_its_next_worker_is_reported_there(
+async def test_a_returned_job_expired_while_waiting_is_reported_to_its_next_worker(
     queue: Queue,
 ) -> None:
     worker, job = queue.worker(), await queue.submit(deadline=60)
@@ -272,7 +276,7 @@ async def test_a_deadline_that_passes_while_it_waits_for_its_next_worker_is_repo
     assert (await queue.client.status(job)).status is JobStatus.SUCCEEDED
 
 
-async def test_cancelled_while_its_worker_dies(queue: Queue) -> None:
+async def test_a_job_cancelled_before_its_worker_died_is_ended_by_the_next(queue: Queue) -> None:
     job = await queue.submit()
     await queue.worker("w1").claim(1)
     assert await queue.client.cancel(job) == "cancelling"
@@ -283,7 +287,7 @@ async def test_cancelled_while_its_worker_dies(queue: Queue) -> None:
     await heir.finish([end_of(delivery, 0, JobStatus.CANCELLED)])
 
 
-async def test_a_deadline_passes_in_the_queue(queue: Queue) -> None:
+async def test_a_job_whose_deadline_passes_in_the_queue_expires(queue: Queue) -> None:
     deep = [await queue.submit(priority="interactive") for _ in range(3)]
     late = await queue.submit(deadline=60, priority="bulk")
     worker = queue.worker()
@@ -298,7 +302,7 @@ async def test_a_deadline_passes_in_the_queue(queue: Queue) -> None:
     assert late not in deep
 
 
-async def test_a_deadline_passes_between_two_workers(queue: Queue) -> None:
+async def test_a_job_whose_deadline_passes_between_two_workers_expires(queue: Queue) -> None:
     job = await queue.submit(deadline=60)
     worker = queue.worker()
     (delivery,) = await worker.claim(1)
@@ -312,13 +316,13 @@ async def test_a_deadline_passes_between_two_workers(queue: Queue) -> None:
     await worker.finish([end_of(again, 1, JobStatus.EXPIRED)])
 
 
-async def test_a_token_grows_also_where_the_clock_went_back(queue: Queue) -> None:
+async def test_a_fencing_token_grows_although_the_clock_was_set_back(queue: Queue) -> None:
     job = await queue.submit()
     await queue.redis.hset(queue.keys.job(job), "token", 4 * 10**12)
     assert [d.token for d in await queue.worker().claim(1)] == [4 * 10**12 + 1]
 
 
-async def test_a_token_never_repeats_when_the_server_loses_writes(queue: Queue) -> None:
+async def test_a_fencing_token_never_repeats_after_the_server_lost_writes(queue: Queue) -> None:
     """A job is never claimed under a used token, also after a restart that lost a second."""
     job = await queue.submit()
     key = queue.keys.job(job)

@@ -22,7 +22,7 @@ async def published(queue: Queue, pubsub) -> list[JobStatus | None]:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
-async def test_the_end_of_a_job_that_waited_is_published_once(queue: Queue, how: str) -> None:
+async def test_the_end_of_a_waiting_job_is_published_once(queue: Queue, how: str) -> None:
     job = await queue.submit(deadline=3600)
     async with queue.redis.pubsub() as pubsub:
         await pubsub.subscribe(queue.keys.chunks(job))
@@ -40,7 +40,7 @@ async def test_the_end_of_a_job_that_waited_is_published_once(queue: Queue, how:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
-async def test_the_end_of_a_job_that_came_back_is_published_by_its_acknowledgement(
+async def test_the_end_of_a_returned_job_is_published_by_its_acknowledgement(
     queue: Queue, how: str
 ) -> None:
     """No script has ended it: the worker that claims it does."""
@@ -60,7 +60,7 @@ async def test_the_end_of_a_job_that_came_back_is_published_by_its_acknowledgeme
         assert await published(queue, pubsub) == [JobStatus(how)]
 
 
-async def test_a_stream_of_a_job_that_ended_while_it_waited_ends_before_the_record(
+async def test_a_stream_of_a_job_ended_while_waiting_ends_before_the_record(
     queue: Queue,
 ) -> None:
     """Early and late subscribers both, although the record is not published."""

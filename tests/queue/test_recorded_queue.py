@@ -46,7 +46,7 @@ async def restore(redis: Any, base: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     "folder", sorted(FOLDER.glob("*/queue.json")), ids=lambda path: path.parent.name
 )
-async def test_what_an_earlier_version_left_is_finished(queue, folder):
+async def test_jobs_left_by_an_earlier_version_are_finished(queue, folder):
     await restore(queue.redis, queue.keys.base, folder.parent)
     assert [dead.error for dead in await queue.client.dead()] == ["it was not to be"]
     worker = queue.worker("now")

@@ -38,13 +38,15 @@ async def test_a_redriven_job_has_no_deadline(queue: Queue) -> None:
     assert await queue.redis.zscore(queue.keys.deadlines, job) is None
 
 
-async def test_a_job_that_was_never_dead_keeps_its_deadline(queue: Queue) -> None:
+async def test_a_job_that_was_not_redriven_keeps_its_deadline(queue: Queue) -> None:
     await queue.submit(deadline=3_600.0)
     (delivery,) = await queue.worker().claim(1)
     assert not delivery.is_redriven
 
 
-async def test_letters_older_than_their_ttl_are_dropped_when_another_is_added(queue: Queue) -> None:
+async def test_dead_letters_older_than_their_ttl_are_dropped_when_another_is_added(
+    queue: Queue,
+) -> None:
     await queue.redis.xadd(queue.keys.dead, {"job": "old"}, id="1-0")
     (job,) = await dead(queue)
     assert [letter[b"job"] for _, letter in await queue.redis.xrange(queue.keys.dead)] == [
@@ -60,7 +62,7 @@ async def bury_strangers(queue: Queue, count: int) -> None:
         await pipeline.execute()
 
 
-async def test_one_call_reads_one_page(queue: Queue) -> None:
+async def test_a_redrive_call_reads_one_page(queue: Queue) -> None:
     await bury_strangers(queue, PAGE + 10)
     (job,) = await dead(queue)
     head = (queue.keys.meta, queue.keys.base, "PUBLISH")
@@ -74,7 +76,7 @@ async def test_one_call_reads_one_page(queue: Queue) -> None:
     assert (end, revived) == (b"", [job.encode()])
 
 
-async def test_a_call_that_reaches_its_limit_returns_the_start_of_the_next(queue: Queue) -> None:
+async def test_a_redrive_call_at_its_limit_returns_the_position_for_the_next(queue: Queue) -> None:
     jobs = [name.encode() for name in await dead(queue, 2)]
     head = (queue.keys.meta, queue.keys.base, "PUBLISH", 1)
     after, *first = await call_async(queue.redis, REDRIVE, *head, "-")
@@ -90,7 +92,7 @@ async def test_jobs_on_a_later_page_are_found(queue: Queue, names_them: bool) ->
     assert sorted(delivery.job_id for delivery in await queue.worker().claim(10)) == sorted(jobs)
 
 
-async def test_more_than_a_page_goes_back_in_order_up_to_the_limit(queue: Queue) -> None:
+async def test_more_than_a_page_is_redriven_in_order_up_to_the_limit(queue: Queue) -> None:
     jobs = await dead(queue, PAGE + 20)
     assert await queue.client.redrive(limit=PAGE + 5) == jobs[: PAGE + 5]
     assert await queue.client.redrive() == jobs[PAGE + 5 :]

@@ -44,7 +44,7 @@ async def in_a_week(queue: Queue, **fields: Any) -> str:
     )
 
 
-async def test_a_job_of_next_week_is_no_backlog(queue: Queue) -> None:
+async def test_a_scheduled_job_does_not_count_as_backlog(queue: Queue) -> None:
     job = await in_a_week(queue, priority="bulk")
     assert await backlog(queue) == (0, 0, 1)
     assert await queue.worker().claim(5) == []
@@ -53,7 +53,7 @@ async def test_a_job_of_next_week_is_no_backlog(queue: Queue) -> None:
     assert await backlog(queue) == (0, 0, 0)
 
 
-async def test_it_does_not_fill_the_queue_before_it_is_due(queue: Queue) -> None:
+async def test_a_scheduled_job_does_not_fill_the_queue_before_it_is_due(queue: Queue) -> None:
     await queue.client.set_queue_limit(1)
     jobs = [await in_a_week(queue) for _ in range(3)]
     running = await queue.submit()
@@ -64,7 +64,7 @@ async def test_it_does_not_fill_the_queue_before_it_is_due(queue: Queue) -> None
         await queue.submit()
 
 
-async def test_due_bulk_jobs_fill_the_limit_of_bulk_alone(queue: Queue) -> None:
+async def test_due_bulk_jobs_count_only_towards_the_limit_of_bulk(queue: Queue) -> None:
     """No worker has moved them into their streams yet."""
     await queue.client.set_queue_limit(2)
     jobs = [await queue.submit(priority="bulk", not_before=time.time() + 60) for _ in range(2)]
@@ -75,7 +75,7 @@ async def test_due_bulk_jobs_fill_the_limit_of_bulk_alone(queue: Queue) -> None:
     await queue.submit(priority="interactive")
 
 
-async def test_a_due_job_is_backlog_without_any_worker(queue: Queue) -> None:
+async def test_a_due_job_counts_as_backlog_without_a_worker(queue: Queue) -> None:
     """The backlog counts a due job by class, cost and age.
 
     Workers are scaled up from zero by this figure.
@@ -100,7 +100,7 @@ async def test_a_sweep_moves_due_jobs_and_counts_them_once(queue: Queue) -> None
     assert await queue.redis.zcard(queue.keys.delayed) == 0
 
 
-async def test_an_attempt_that_waits_is_no_backlog(queue: Queue) -> None:
+async def test_a_job_waiting_for_its_retry_does_not_count_as_backlog(queue: Queue) -> None:
     await queue.submit(max_tokens=10)
     worker = queue.worker()
     (delivery,) = await worker.claim(1)
@@ -112,7 +112,7 @@ async def test_an_attempt_that_waits_is_no_backlog(queue: Queue) -> None:
     assert await backlog(queue) == (0, 0, 0)
 
 
-async def test_a_job_that_is_given_back_is_the_same_backlog_again(queue: Queue) -> None:
+async def test_a_released_job_restores_the_same_backlog(queue: Queue) -> None:
     await queue.submit(max_tokens=10)
     before = await backlog(queue)
     worker = queue.worker()
@@ -123,7 +123,7 @@ async def test_a_job_that_is_given_back_is_the_same_backlog_again(queue: Queue) 
     assert await backlog(queue) == before
 
 
-async def test_an_expired_one_leaves_the_counters_alone(queue: Queue) -> None:
+async def test_an_expired_scheduled_job_does_not_change_the_counters(queue: Queue) -> None:
     job = await in_a_week(queue, deadline=2 * WEEK_S)
     await queue.pass_deadline(job)
     assert [delivery.outcome for delivery in await queue.worker().claim(1)] == ["expired"]
@@ -158,7 +158,7 @@ async def test_a_job_that_an_older_worker_made_due_is_counted_once(queue: Queue)
     assert (await backlog(queue))[0] == 1
 
 
-async def test_counters_that_went_astray_are_settled_when_nothing_waits(queue: Queue) -> None:
+async def test_wrong_counters_are_reset_while_no_job_waits(queue: Queue) -> None:
     await queue.redis.hset(
         queue.keys.meta, mapping={"queued:standard": -1, "queued_tokens:standard": "nan"}
     )

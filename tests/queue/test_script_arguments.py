@@ -228,7 +228,7 @@ def server(valkey: ControlledValkey) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_valid_call_is_done(server: Any, name: str) -> None:
+def test_each_script_s_valid_call_succeeds(server: Any, name: str) -> None:
     case, before = cases(populated(server))[name], everything(server)
     call(server, case.script, KEYS.meta, *packed(case.values))
     after = everything(server)
@@ -241,7 +241,7 @@ def test_the_valid_call_is_done(server: Any, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_nothing_is_written_or_all_of_it(server: Any, name: str, data: st.DataObject) -> None:
+def test_a_hostile_call_writes_all_or_nothing(server: Any, name: str, data: st.DataObject) -> None:
     case = cases(populated(server))[name]
     values, replaced = list(case.values), set()
     for place in data.draw(st.sets(st.integers(0, len(values) - 1), max_size=2), label="places"):
@@ -308,7 +308,7 @@ def test_chunks_are_checked_before_the_first_is_written(server: Any, chunks: Any
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_argument_meets_each_hostile_value(server: Any, name: str) -> None:
+def test_each_argument_is_tried_with_each_hostile_value(server: Any, name: str) -> None:
     for place in range(len(cases({"runs": b"1"})[name].values)):
         is_as_before = False
         for value in HOSTILE:
@@ -327,7 +327,7 @@ WITH_OPTIONS = [name for name, case in cases({"runs": b"1"}).items() if case.opt
 
 
 @pytest.mark.parametrize("name", WITH_OPTIONS)
-def test_each_option_meets_each_hostile_value(server: Any, name: str) -> None:
+def test_each_option_is_tried_with_each_hostile_value(server: Any, name: str) -> None:
     for option in cases({"runs": b"1"})[name].options:
         is_as_before = False
         for value in (*HOSTILE, *(value.decode("latin-1") for value in HOSTILE), *SPOILT):
@@ -339,7 +339,7 @@ def test_each_option_meets_each_hostile_value(server: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_OPTIONS)
-def test_an_option_that_is_left_out_is_named(server: Any, name: str) -> None:
+def test_a_missing_option_is_refused_by_name(server: Any, name: str) -> None:
     tokens = populated(server)
     for option in cases({"runs": b"1"})[name].options:
         case = cases(tokens)[name]

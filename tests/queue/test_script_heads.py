@@ -32,7 +32,7 @@ def head_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_head_has_one_row_of_each_kind(name: str) -> None:
+def test_each_script_s_head_has_one_row_of_each_kind(name: str) -> None:
     head = head_of(name)
     assert head.startswith(f"-- {name}: ")
     assert re.findall(r"^-- ([A-Z]\w+)  +\S", head, re.MULTILINE) == [
@@ -41,7 +41,7 @@ def test_head_has_one_row_of_each_kind(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_head_lists_the_options_that_the_script_reads(name: str) -> None:
+def test_each_script_s_head_lists_the_options_that_it_reads(name: str) -> None:
     assert re.findall(r"^--   (\w+)  ", head_of(name), re.MULTILINE) == options_of(SCRIPTS[name])
 
 

@@ -54,7 +54,7 @@ def with_users(make_valkey: MakeValkey, folder: Path, rules: str, **options: Any
         "user default off allkeys allchannels +@read",
     ],
 )
-async def test_a_default_user_without_the_rights_of_scripts_stops_the_start(
+async def test_a_default_user_without_rights_for_the_scripts_stops_the_start(
     make_valkey: MakeValkey, tmp_path: Path, server_name: str, default_user: str
 ) -> None:
     rules = RULES.replace(SHIPPED, default_user)
@@ -81,7 +81,7 @@ def examine_servers(url: str, folder: Path) -> list[Any]:
         ("user default off", {"appendonly": "no"}),  # it keeps nothing: another matter
     ],
 )
-async def test_a_server_that_drops_nothing_is_accepted(
+async def test_a_server_that_evicts_no_keys_is_accepted(
     make_valkey: MakeValkey, tmp_path: Path, default_user: str, settings: dict[str, str]
 ) -> None:
     users = tmp_path / "users.acl"
@@ -100,7 +100,7 @@ async def test_a_server_that_drops_nothing_is_accepted(
         (" +info", "may not read the server's INFO"),
     ],
 )
-async def test_a_user_without_the_right_to_look_causes_one_warning(
+async def test_a_user_without_the_right_to_inspect_causes_one_warning(
     make_valkey: MakeValkey,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -114,7 +114,7 @@ async def test_a_user_without_the_right_to_look_causes_one_warning(
 
 
 @pytest.mark.redis
-async def test_a_worker_under_the_shipped_users_has_nothing_to_warn_of(
+async def test_a_worker_under_the_shipped_users_logs_no_warning(
     make_valkey: MakeValkey, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = with_users(make_valkey, tmp_path, RULES)
@@ -139,7 +139,7 @@ async def test_a_worker_under_the_shipped_users_has_nothing_to_warn_of(
         ),
     ],
 )
-async def test_a_server_that_loses_jobs_later_fails_the_health_page_and_is_logged_once(
+async def test_a_server_that_begins_to_lose_jobs_fails_the_health_page_and_is_logged_once(
     make_valkey: MakeValkey,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -171,7 +171,7 @@ async def test_a_server_that_loses_jobs_later_fails_the_health_page_and_is_logge
 
 
 @pytest.mark.redis
-async def test_a_full_server_is_named_on_the_health_page_and_by_submit(
+async def test_a_full_server_is_reported_by_the_health_page_and_by_submit(
     make_valkey: MakeValkey, tmp_path: Path
 ) -> None:
     server = make_valkey()
@@ -203,7 +203,7 @@ async def test_a_server_older_than_redis_7_is_refused() -> None:
         await ServerWatch(client, KEY).check()
 
 
-async def test_a_watch_outlives_a_server_that_is_away() -> None:
+async def test_the_server_check_continues_after_an_unreachable_server() -> None:
     replies: list[Any] = [ConnectionError("away"), TimeoutError(), {"redis_version": "7.0.1"}]
 
     async def execute_command(name: str, *_: object) -> Any:
@@ -225,7 +225,7 @@ async def test_a_watch_outlives_a_server_that_is_away() -> None:
 
 @pytest.mark.redis
 @pytest.mark.slow
-async def test_in_a_cluster_the_node_of_the_queue_is_looked_at_after_a_failover_too() -> None:
+async def test_in_a_cluster_the_queue_s_node_is_checked_before_and_after_a_failover() -> None:
     limits = {"maxmemory": "64mb"}
     with ValkeyCluster(num_primaries=3, num_replicas=1, settings=limits) as cluster:
         client = connect_async(cluster.url)

@@ -9,7 +9,7 @@ from tokenmill_schemas.result import JobStatus
 pytestmark = pytest.mark.redis
 
 
-async def test_a_larger_request_than_the_queue_takes_is_refused_before_it_is_stored(
+async def test_a_request_above_the_queue_s_size_limit_is_refused_before_it_is_stored(
     queue: Queue,
 ) -> None:
     await queue.worker(max_payload_bytes=2_000).open()
@@ -24,7 +24,7 @@ async def test_a_larger_request_than_the_queue_takes_is_refused_before_it_is_sto
     assert [delivery.job_id for delivery in await queue.worker().claim(5)] == [small]
 
 
-async def test_a_job_whose_workers_keep_vanishing_is_set_aside(queue: Queue) -> None:
+async def test_a_job_beyond_its_delivery_limit_is_dead_lettered(queue: Queue) -> None:
     """The delivery limit also ends a job that progresses at each delivery; no crash count does.
 
     Drains and retries do not count.

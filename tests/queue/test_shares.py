@@ -48,16 +48,14 @@ async def test_a_burst_goes_to_idle_workers_in_equal_parts(
     assert max(sizes) - min(sizes) <= 1, sizes
 
 
-async def test_a_worker_without_room_does_not_count(
-    queue: Queue, listening: WakeUpReceiver
-) -> None:
+async def test_a_worker_without_room_gets_no_share(queue: Queue, listening: WakeUpReceiver) -> None:
     (worker,) = await idle_workers(queue, 1)
     assert await queue.worker("w2").claim(0) == []
     await burst(queue, 16)
     assert len(await worker.claim(16)) == 16
 
 
-async def test_a_worker_with_a_backlog_claims_all_it_has_room_for(
+async def test_a_worker_with_a_backlog_claims_all_that_fits(
     queue: Queue, listening: WakeUpReceiver
 ) -> None:
     """Full workers do not share: each claims when a place becomes free."""
@@ -67,7 +65,7 @@ async def test_a_worker_with_a_backlog_claims_all_it_has_room_for(
     assert [len(await worker.claim(16)) for worker in workers] == [16, 16]
 
 
-async def test_what_a_smaller_worker_leaves_is_claimed_at_the_next_look(
+async def test_jobs_left_by_a_smaller_worker_are_claimed_at_the_next_poll(
     queue: Queue, listening: WakeUpReceiver
 ) -> None:
     large, small = await idle_workers(queue, 2)
@@ -78,7 +76,7 @@ async def test_what_a_smaller_worker_leaves_is_claimed_at_the_next_look(
     assert len(await large.claim(56)) == 5
 
 
-async def test_a_worker_that_leaves_jobs_to_others_looks_again_by_itself(
+async def test_a_worker_that_left_jobs_to_others_polls_again(
     queue: Queue, listening: WakeUpReceiver
 ) -> None:
     first, _ = await idle_workers(queue, 2)
@@ -90,7 +88,7 @@ async def test_a_worker_that_leaves_jobs_to_others_looks_again_by_itself(
     assert time.monotonic() - began >= LOOK_AGAIN_S
 
 
-async def test_a_frozen_worker_delays_the_others_and_holds_nothing_back(
+async def test_a_frozen_worker_s_share_is_claimed_by_the_others_after_a_few_polls(
     queue: Queue, listening: WakeUpReceiver
 ) -> None:
     """w2 was woken and never claims: w1 has all jobs after a few looks."""
@@ -99,7 +97,7 @@ async def test_a_frozen_worker_delays_the_others_and_holds_nothing_back(
     assert [len(await first.claim(64)) for _ in range(6)] == [8, 4, 2, 1, 1, 0]
 
 
-async def test_a_worker_that_was_woken_long_ago_does_not_count(
+async def test_a_worker_woken_long_ago_gets_no_share(
     queue: Queue, listening: WakeUpReceiver
 ) -> None:
     first, _ = await idle_workers(queue, 2)
@@ -108,14 +106,14 @@ async def test_a_worker_that_was_woken_long_ago_does_not_count(
     assert len(await first.claim(64)) == 16
 
 
-async def test_a_dead_worker_does_not_count(queue: Queue, listening: WakeUpReceiver) -> None:
+async def test_a_dead_worker_gets_no_share(queue: Queue, listening: WakeUpReceiver) -> None:
     first, dead = await idle_workers(queue, 2)
     await burst(queue, 16)
     await queue.redis.delete(queue.keys.worker(dead.worker_id))  # its lease is over
     assert len(await first.claim(64)) == 16
 
 
-async def test_interactive_jobs_are_shared_by_workers_that_are_full_of_bulk(
+async def test_workers_full_of_bulk_share_interactive_jobs(
     queue: Queue, listening: WakeUpReceiver
 ) -> None:
     workers = [queue.worker(name) for name in ("w1", "w2")]
@@ -128,7 +126,7 @@ async def test_interactive_jobs_are_shared_by_workers_that_are_full_of_bulk(
     assert {each.job_id for part in parts for each in part} == set(jobs)
 
 
-async def test_room_for_any_and_for_interactive_jobs_is_one_share(
+async def test_room_for_any_and_for_interactive_jobs_counts_as_one_share(
     queue: Queue, listening: WakeUpReceiver
 ) -> None:
     workers = [queue.worker(name) for name in ("w1", "w2")]
@@ -148,7 +146,9 @@ async def test_each_share_has_jobs_of_every_tenant(queue: Queue, listening: Wake
         assert tenants == {"a": 4, "b": 4}
 
 
-async def test_ended_jobs_are_beside_the_share(queue: Queue, listening: WakeUpReceiver) -> None:
+async def test_ended_jobs_do_not_count_towards_a_share(
+    queue: Queue, listening: WakeUpReceiver
+) -> None:
     first, second = await idle_workers(queue, 2)
     jobs = await burst(queue, 16)
     for job in jobs[:6]:
@@ -158,7 +158,9 @@ async def test_ended_jobs_are_beside_the_share(queue: Queue, listening: WakeUpRe
     assert len(await second.claim(64)) == 5
 
 
-async def test_jobs_of_a_drained_worker_are_shared(queue: Queue, listening: WakeUpReceiver) -> None:
+async def test_idle_workers_share_the_jobs_of_a_drained_worker(
+    queue: Queue, listening: WakeUpReceiver
+) -> None:
     leaving = queue.worker("w3")
     jobs = await burst(queue, 16)
     assert len(await leaving.claim(16)) == 16
@@ -169,7 +171,7 @@ async def test_jobs_of_a_drained_worker_are_shared(queue: Queue, listening: Wake
     assert {each.job_id for part in parts for each in part} == set(jobs)
 
 
-async def test_orphans_are_shared(queue: Queue, listening: WakeUpReceiver) -> None:
+async def test_idle_workers_share_orphaned_jobs(queue: Queue, listening: WakeUpReceiver) -> None:
     dead = queue.worker("w3")
     await burst(queue, 16)
     assert len(await dead.claim(16)) == 16
@@ -178,7 +180,7 @@ async def test_orphans_are_shared(queue: Queue, listening: WakeUpReceiver) -> No
     assert [len(await worker.claim(64)) for worker in workers] == [8, 8]
 
 
-async def test_jobs_that_are_due_wake_idle_workers_and_are_shared(
+async def test_due_jobs_wake_idle_workers_which_share_them(
     queue: Queue, listening: WakeUpReceiver
 ) -> None:
     workers = await idle_workers(queue, 3)
@@ -191,7 +193,9 @@ async def test_jobs_that_are_due_wake_idle_workers_and_are_shared(
     assert sizes == [5, 5, 5]
 
 
-async def test_a_redriven_backlog_is_shared(queue: Queue, listening: WakeUpReceiver) -> None:
+async def test_idle_workers_share_a_redriven_backlog(
+    queue: Queue, listening: WakeUpReceiver
+) -> None:
     breaker = queue.worker("w3", max_crashes=1)
     jobs = await burst(queue, 8)
     (*claimed,) = await breaker.claim(8)

@@ -7,7 +7,7 @@ from tests.support.queue import Queue
 pytestmark = pytest.mark.redis
 
 
-async def test_a_crash_in_company_suspects_all_and_condemns_none_yet(queue: Queue) -> None:
+async def test_a_crash_of_several_jobs_suspects_all_and_ends_none(queue: Queue) -> None:
     await queue.client.submit_many([{"prompt": "x"}] * 2)
     worker = queue.worker(max_solo_crashes=1, max_crashes=4)
     for crashes in range(4):
@@ -17,7 +17,7 @@ async def test_a_crash_in_company_suspects_all_and_condemns_none_yet(queue: Queu
     assert {(d.crashes, d.outcome) for d in await worker.claim(2)} == {(4, "dead")}
 
 
-async def test_a_suspect_that_is_given_back_by_itself_is_alone_only_if_the_call_names_it_so(
+async def test_a_suspect_counts_as_alone_only_if_its_release_marks_it_alone(
     queue: Queue,
 ) -> None:
     job = await queue.submit()

@@ -39,7 +39,7 @@ async def run_ahead(queue: Queue, job_id: str) -> None:
 
 
 @pytest.mark.parametrize("spoil", [write_over, run_ahead])
-async def test_a_log_that_is_none_is_made_again_from_what_its_worker_has(
+async def test_an_overwritten_log_is_rewritten_from_its_worker_s_chunks(
     queue: Queue, spoil
 ) -> None:
     worker, job, other = await two_running(queue)
@@ -51,7 +51,7 @@ async def test_a_log_that_is_none_is_made_again_from_what_its_worker_has(
     assert await ends_of(queue, other.job_id) == [1, 2, 3]
 
 
-async def test_a_job_that_is_none_any_more_is_lost_alone(queue: Queue) -> None:
+async def test_only_the_job_whose_hash_is_overwritten_is_lost(queue: Queue) -> None:
     worker, job, other = await two_running(queue)
     await queue.redis.delete(queue.keys.job(job.job_id))
     await queue.redis.set(queue.keys.job(job.job_id), "not a job")
@@ -63,7 +63,7 @@ async def test_a_job_that_is_none_any_more_is_lost_alone(queue: Queue) -> None:
     await queue.redis.delete(queue.keys.job(job.job_id))
 
 
-async def test_a_job_whose_log_is_none_begins_again_elsewhere(queue: Queue) -> None:
+async def test_a_job_with_an_overwritten_log_starts_anew_on_another_worker(queue: Queue) -> None:
     worker, job, _ = await two_running(queue)
     await write_over(queue, job.job_id)
     assert await worker.release([(job.job_id, job.token, False)]) == [True]
@@ -74,7 +74,7 @@ async def test_a_job_whose_log_is_none_begins_again_elsewhere(queue: Queue) -> N
     assert await ends_of(queue, job.job_id) == [1]
 
 
-async def test_a_log_that_was_emptied_is_made_anew(queue: Queue) -> None:
+async def test_an_emptied_log_is_rewritten_by_the_next_worker(queue: Queue) -> None:
     """The empty stream still refuses the numbers that it had before."""
     worker, job, _ = await two_running(queue)
     await queue.redis.xtrim(queue.keys.log(job.job_id), maxlen=0)
@@ -86,7 +86,7 @@ async def test_a_log_that_was_emptied_is_made_anew(queue: Queue) -> None:
     assert await ends_of(queue, job.job_id) == [1]
 
 
-async def test_what_is_wrong_with_the_server_is_not_a_jobs_doing(queue: Queue) -> None:
+async def test_a_server_error_in_an_append_is_not_blamed_on_a_job(queue: Queue) -> None:
     worker, job, _ = await two_running(queue)
     await queue.redis.config_set("maxmemory", 1)
     try:

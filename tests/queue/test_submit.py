@@ -25,7 +25,7 @@ from tokenmill_schemas.keys import GROUP
 pytestmark = pytest.mark.redis
 
 
-async def test_an_independent_decoder_reads_what_is_stored(queue: Queue) -> None:
+async def test_a_stored_request_is_read_by_an_independent_decoder(queue: Queue) -> None:
     job = await queue.submit(
         prompt="Grüße", priority="bulk", tenant="acme", stop=["a", "b"], seed=7, metadata={"k": "v"}
     )
@@ -38,7 +38,7 @@ async def test_an_independent_decoder_reads_what_is_stored(queue: Queue) -> None
     assert fields["metadata"] == {"k": "v"}
 
 
-async def test_every_tenant_stream_has_its_group_from_the_start(queue: Queue) -> None:
+async def test_every_tenant_stream_is_created_with_its_group(queue: Queue) -> None:
     await queue.submit(priority="bulk", tenant="acme")
     groups = await queue.redis.xinfo_groups(f"{queue.keys.base}jobs:bulk:acme")
     assert [(group["name"], group["last-delivered-id"]) for group in groups] == [
@@ -46,7 +46,7 @@ async def test_every_tenant_stream_has_its_group_from_the_start(queue: Queue) ->
     ]
 
 
-async def test_the_same_key_gives_the_same_job(queue: Queue) -> None:
+async def test_a_repeated_idempotency_key_gives_the_same_job(queue: Queue) -> None:
     first = await queue.client.submit(prompt="x", idempotency_key="k", deadline=60)
     again = await queue.client.submit(prompt="x", idempotency_key="k", deadline=61)
     other_tenant = await queue.client.submit(prompt="x", idempotency_key="k", tenant="t")
@@ -55,14 +55,14 @@ async def test_the_same_key_gives_the_same_job(queue: Queue) -> None:
     assert (await queue.client.depth()).num_queued == 2
 
 
-async def test_the_same_key_for_something_else_is_a_conflict(queue: Queue) -> None:
+async def test_a_repeated_idempotency_key_with_another_request_is_a_conflict(queue: Queue) -> None:
     first = await queue.submit(prompt="x", idempotency_key="k")
     with pytest.raises(IdempotencyConflict) as caught:
         await queue.submit(prompt="y", idempotency_key="k")
     assert caught.value.job_id == first
 
 
-async def test_a_key_outlives_the_jobs_record(queue: Queue) -> None:
+async def test_an_idempotency_key_is_kept_after_the_job_s_record_expired(queue: Queue) -> None:
     first = await queue.submit(prompt="x", idempotency_key="k")
     worker = queue.worker()
     await worker.finish([end_of(delivery) for delivery in await worker.claim(1)])
@@ -70,7 +70,7 @@ async def test_a_key_outlives_the_jobs_record(queue: Queue) -> None:
     assert await queue.submit(prompt="x", idempotency_key="k") == first
 
 
-async def test_a_call_repeated_after_a_lost_reply_stores_nothing_twice(queue: Queue) -> None:
+async def test_a_submit_repeated_after_a_lost_reply_stores_each_job_once(queue: Queue) -> None:
     requests = [build_request({"prompt": f"p{i}"}) for i in range(5)]
     first = await queue.client.submit_many(requests)
     again = await queue.client.submit_many(requests)
@@ -79,13 +79,13 @@ async def test_a_call_repeated_after_a_lost_reply_stores_nothing_twice(queue: Qu
     assert len(await queue.worker().claim(10)) == 5
 
 
-async def test_the_same_job_id_for_something_else_is_a_conflict(queue: Queue) -> None:
+async def test_a_repeated_job_id_with_another_request_is_a_conflict(queue: Queue) -> None:
     job = await queue.submit(prompt="x")
     with pytest.raises(IdempotencyConflict):
         await queue.submit(prompt="y", job_id=job)
 
 
-async def test_equal_keys_within_one_call_are_one_job(queue: Queue) -> None:
+async def test_equal_idempotency_keys_within_one_call_make_one_job(queue: Queue) -> None:
     handles = await queue.client.submit_many([{"prompt": "x", "idempotency_key": "k"}] * 3)
     assert len(set(handles)) == 1
     assert [handle.is_new for handle in handles] == [True, False, False]
@@ -109,7 +109,7 @@ async def test_a_full_queue_refuses_the_whole_call_with_its_depth(
     await limited.close()
 
 
-async def test_each_priority_has_the_queues_limit_for_itself(queue: Queue) -> None:
+async def test_the_queue_s_limit_applies_to_each_priority_separately(queue: Queue) -> None:
     await queue.client.set_queue_limit(3)
     for priority in ("bulk", "standard", "interactive"):
         await queue.client.submit_many([{"prompt": "x", "priority": priority}] * 3)
@@ -121,7 +121,7 @@ async def test_each_priority_has_the_queues_limit_for_itself(queue: Queue) -> No
     assert (await queue.client.depth()).queued == {"bulk": 3, "standard": 3, "interactive": 3}
 
 
-async def test_a_call_with_a_full_class_stores_no_job_of_another(queue: Queue) -> None:
+async def test_a_call_refused_for_a_full_priority_stores_none_of_its_jobs(queue: Queue) -> None:
     await queue.client.set_queue_limit(2)
     await queue.client.submit_many([{"prompt": "x", "priority": "bulk"}] * 2)
     with pytest.raises(QueueFull, match="waiting bulk jobs"):
@@ -131,20 +131,20 @@ async def test_a_call_with_a_full_class_stores_no_job_of_another(queue: Queue) -
     assert (await queue.client.depth()).num_queued == 2
 
 
-async def test_a_known_key_is_answered_also_when_the_queue_is_full(queue: Queue) -> None:
+async def test_a_known_idempotency_key_is_accepted_by_a_full_queue(queue: Queue) -> None:
     first = await queue.submit(idempotency_key="k")
     await queue.client.set_queue_limit(1)
     assert await queue.submit(idempotency_key="k") == first
 
 
-async def test_a_refused_batch_names_what_earlier_ones_stored(queue: Queue) -> None:
+async def test_a_refused_call_names_the_jobs_that_earlier_calls_stored(queue: Queue) -> None:
     await queue.client.set_queue_limit(300)
     with pytest.raises(QueueFull) as caught:
         await queue.client.submit_many([{"prompt": "x"}] * 400)  # two calls of 256 and 144
     assert len(caught.value.accepted) == 256 == (await queue.client.depth()).num_queued
 
 
-async def test_a_tenant_submits_at_its_rate_and_others_are_free(queue: Queue) -> None:
+async def test_a_tenant_is_limited_to_its_rate_and_others_are_not(queue: Queue) -> None:
     await queue.client.set_limits("t", rate=0.05, burst=2)
     await queue.submit(tenant="t")
     await queue.submit(tenant="t")
@@ -158,7 +158,7 @@ async def test_a_tenant_submits_at_its_rate_and_others_are_free(queue: Queue) ->
     await queue.submit(tenant="t")
 
 
-async def test_limits_of_all_tenants_yield_to_a_tenants_own(queue: Queue) -> None:
+async def test_a_tenant_s_own_limits_replace_those_of_all_tenants(queue: Queue) -> None:
     await queue.client.set_limits("*", rate=0.001, burst=1)
     await queue.client.set_limits("vip", rate=1000, burst=1000)
     for _ in range(5):
@@ -168,7 +168,7 @@ async def test_limits_of_all_tenants_yield_to_a_tenants_own(queue: Queue) -> Non
         await queue.submit(tenant="t")
 
 
-async def test_not_before_is_kept(queue: Queue) -> None:
+async def test_a_job_with_not_before_is_scheduled(queue: Queue) -> None:
     job = await queue.submit(not_before=time.time() + 60)
     worker = queue.worker()
     assert await worker.claim(1) == []
@@ -193,14 +193,16 @@ async def test_not_before_is_kept(queue: Queue) -> None:
         {"prompt_ids": [1, "two"]},
     ],
 )
-async def test_what_can_never_run_is_refused_at_once(queue: Queue, bad: dict[str, Any]) -> None:
+async def test_an_impossible_request_is_refused_at_submit(
+    queue: Queue, bad: dict[str, Any]
+) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await queue.client.submit(**bad)
     assert all(caught.value.problems)
     assert (await queue.client.depth()).num_queued == 0
 
 
-async def test_more_jobs_at_once_than_a_burst_want_a_full_bucket_and_leave_a_debt(
+async def test_more_jobs_than_a_burst_need_a_full_bucket_and_leave_a_debt(
     queue: Queue,
 ) -> None:
     await queue.client.set_limits("t", rate=10, burst=5)
@@ -217,7 +219,7 @@ async def test_more_jobs_at_once_than_a_burst_want_a_full_bucket_and_leave_a_deb
     ("argument", "value"),
     [("class", "urgent"), ("cost", "inf"), ("cost", ""), ("cost", "-1"), ("due", "soon")],
 )
-async def test_a_refused_argument_is_an_invalid_request(
+async def test_an_argument_refused_by_the_script_is_an_invalid_request(
     redis_url: str, argument: str, value: str
 ) -> None:
     """The script refuses a wrong argument, as of a producer in another language.

@@ -54,7 +54,7 @@ async def listed(queue: Queue, key: str) -> dict[str, float]:
     }
 
 
-async def test_those_with_most_room_are_called_one_more_than_jobs(queue: Queue) -> None:
+async def test_a_submit_wakes_the_workers_with_most_room_one_more_than_jobs(queue: Queue) -> None:
     async with WakeUpReceiver(queue) as receiver:
         await receiver.open("w1", "w2", "w3", "w4")
         for number, room in enumerate((2, 8, 4, 6), 1):
@@ -71,7 +71,9 @@ async def test_those_with_most_room_are_called_one_more_than_jobs(queue: Queue) 
         assert await listed(queue, queue.keys.idle_workers()) == {"w3": 8}
 
 
-async def test_a_claim_that_leaves_no_room_takes_the_worker_off_the_list(queue: Queue) -> None:
+async def test_a_claim_that_leaves_no_room_removes_the_worker_from_the_idle_list(
+    queue: Queue,
+) -> None:
     worker = queue.worker()
     assert await worker.claim(3) == []
     await queue.submit()
@@ -86,7 +88,7 @@ async def test_a_claim_that_leaves_no_room_takes_the_worker_off_the_list(queue: 
     assert await listed(queue, queue.keys.idle_workers()) == {}
 
 
-async def test_room_for_interactive_jobs_alone_is_called_for_those(queue: Queue) -> None:
+async def test_a_worker_with_room_for_interactive_jobs_is_woken_for_them_only(queue: Queue) -> None:
     async with WakeUpReceiver(queue) as receiver:
         await receiver.open("w1")
         assert await queue.worker().claim(0, 4) == []
@@ -103,7 +105,7 @@ async def test_room_for_interactive_jobs_alone_is_called_for_those(queue: Queue)
         assert "w2" not in await listed(queue, queue.keys.idle_workers(urgent_only=True))
 
 
-async def test_a_worker_that_does_not_listen_is_passed_over(queue: Queue) -> None:
+async def test_a_worker_without_a_subscription_is_skipped(queue: Queue) -> None:
     async with WakeUpReceiver(queue) as receiver:
         await receiver.open("w1")
         await queue.worker("gone").claim(50)
@@ -124,7 +126,7 @@ async def test_a_worker_that_resigns_or_dies_is_not_listed(queue: Queue) -> None
     assert await listed(queue, queue.keys.idle_workers(urgent_only=True)) == {}
 
 
-async def test_a_scheduled_job_and_a_known_one_wake_no_worker(queue: Queue) -> None:
+async def test_a_scheduled_job_and_a_repeated_key_wake_no_worker(queue: Queue) -> None:
     async with WakeUpReceiver(queue) as receiver:
         await receiver.open("w1")
         await queue.worker().claim(5)
@@ -137,7 +139,7 @@ async def test_a_scheduled_job_and_a_known_one_wake_no_worker(queue: Queue) -> N
         assert await receiver.received() == []
 
 
-async def test_when_a_reply_is_full_the_worker_is_called_for_the_rest(queue: Queue) -> None:
+async def test_a_worker_whose_reply_was_full_is_woken_for_the_rest(queue: Queue) -> None:
     worker = queue.worker(max_claim_bytes=1)
     async with WakeUpReceiver(queue) as receiver:
         await receiver.open("w1")
@@ -149,14 +151,14 @@ async def test_when_a_reply_is_full_the_worker_is_called_for_the_rest(queue: Que
         assert await receiver.received() == []
 
 
-async def test_all_workers_wake_up_when_the_chosen_one_has_no_room(queue: Queue) -> None:
+async def test_all_workers_are_woken_if_the_chosen_one_has_no_room(queue: Queue) -> None:
     async with WakeUpReceiver(queue) as receiver:
         await receiver.open()
         await queue.worker().wake_all()
         assert await receiver.received() == ["wake_up"]
 
 
-async def test_all_workers_wake_up_for_a_job_that_comes_back(queue: Queue) -> None:
+async def test_all_workers_are_woken_for_a_returned_job(queue: Queue) -> None:
     job, worker, other = await queue.submit(), queue.worker("w1"), queue.worker("w2")
     async with WakeUpReceiver(queue) as receiver:
         await receiver.open()
@@ -182,5 +184,5 @@ async def test_a_thousand_jobs_at_once_wake_each_worker_once(queue: Queue) -> No
         assert await receiver.received() == sorted(names)
 
 
-def test_a_call_is_what_the_script_writes() -> None:
+def test_the_wake_up_message_equals_the_one_that_the_script_writes() -> None:
     assert encode(WakeUp()) == b"\x81\xa4type\xa4call"

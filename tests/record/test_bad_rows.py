@@ -24,7 +24,7 @@ def _nul(job_id: str) -> Any:
 
 
 @pytest.mark.postgres
-async def test_nul_is_replaced_where_the_database_refuses_it(postgres_url: str) -> None:
+async def test_nul_is_replaced_on_a_database_that_refuses_it(postgres_url: str) -> None:
     from tokenmill_worker.record.migrate import upgrade
 
     upgrade(postgres_url)
@@ -43,7 +43,7 @@ async def test_nul_is_replaced_where_the_database_refuses_it(postgres_url: str) 
     await store.close()
 
 
-async def test_numbers_beyond_the_columns_are_cut_and_the_result_kept(
+async def test_numbers_beyond_a_column_s_range_are_cut_and_the_result_is_kept(
     store: ResultStore, url: str
 ) -> None:
     huge = finished(
@@ -57,7 +57,7 @@ async def test_numbers_beyond_the_columns_are_cut_and_the_result_kept(
     )
 
 
-async def test_many_bad_rows_among_good_ones(store: ResultStore, url: str) -> None:
+async def test_many_bad_rows_among_good_rows_are_all_recorded(store: ResultStore, url: str) -> None:
     group = [
         _nul(f"job-{number:03d}") if number % 9 == 0 else finished(f"job-{number:03d}")
         for number in range(100)
@@ -84,7 +84,7 @@ def _refuse(engine: Engine, job_id: str, *, unless_bare: bool) -> None:
             raise exc.IntegrityError("check constraint", None, Exception("refused"))
 
 
-async def test_a_row_is_recorded_bare_when_its_contents_are_refused(sqlite_url: str) -> None:
+async def test_a_row_with_refused_contents_is_recorded_without_them(sqlite_url: str) -> None:
     engine = open_engine(sqlite_url)
     _refuse(engine, "odd", unless_bare=True)
     store = ResultStore(sqlite_url, queue="q", engine=engine)
@@ -97,7 +97,7 @@ async def test_a_row_is_recorded_bare_when_its_contents_are_refused(sqlite_url: 
     await store.close()
 
 
-async def test_a_row_that_is_refused_in_every_form_is_reported_and_the_others_stand(
+async def test_a_row_refused_in_every_form_is_reported_and_the_others_are_recorded(
     sqlite_url: str,
 ) -> None:
     engine = open_engine(sqlite_url)
@@ -112,7 +112,7 @@ async def test_a_row_that_is_refused_in_every_form_is_reported_and_the_others_st
     await store.close()
 
 
-async def test_names_as_long_as_a_request_may_have_them_are_kept(
+async def test_names_of_the_longest_allowed_length_are_recorded(
     url: str, store: ResultStore
 ) -> None:
     """An id that no column holds could neither be recorded nor dropped."""
@@ -125,7 +125,7 @@ async def test_names_as_long_as_a_request_may_have_them_are_kept(
     ]
 
 
-async def test_a_job_of_which_no_row_can_be_made_ends_as_failed_beside_the_others(
+async def test_a_job_that_cannot_be_encoded_as_a_row_is_recorded_as_failed(
     store: ResultStore, url: str
 ) -> None:
     """Its answer holds what cannot be encoded; then its metadata too."""

@@ -32,7 +32,7 @@ def is_full(finalizer: Finalizer) -> bool:
     return finalizer.is_full
 
 
-async def test_few_large_results_fill_the_buffer_too(rig: Rig) -> None:
+async def test_few_large_results_fill_the_buffer_by_bytes(rig: Rig) -> None:
     """Groups are bounded by bytes as well; a single result may be larger than the bound."""
     large = replace(finished("job-0"), result=large_result("job-0"))
     size = size_of(large)
@@ -54,7 +54,7 @@ async def test_few_large_results_fill_the_buffer_too(rig: Rig) -> None:
     assert {len(call) for call in rig.redis.calls} == {1}
 
 
-async def test_small_results_still_share_a_transaction(rig: Rig) -> None:
+async def test_small_results_share_a_transaction(rig: Rig) -> None:
     rig.store.gate = asyncio.Event()
     async with rig.running() as finalizer:
         await submit(finalizer, 1)
@@ -67,7 +67,7 @@ async def test_small_results_still_share_a_transaction(rig: Rig) -> None:
     assert rig.store.groups == [1, 200]
 
 
-async def test_what_comes_back_by_itself_keeps_its_bytes(rig: Rig) -> None:
+async def test_a_refused_job_that_waits_keeps_its_bytes_counted(rig: Rig) -> None:
     rig.store.refuse = {"job-1"}
     async with rig.running() as finalizer:
         await submit(finalizer, 3)

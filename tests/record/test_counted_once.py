@@ -22,7 +22,7 @@ def rig() -> Rig:
     return Rig()
 
 
-async def test_a_commit_whose_answer_came_too_late_is_counted_once(rig: Rig) -> None:
+async def test_a_commit_whose_reply_was_too_late_is_counted_once(rig: Rig) -> None:
     """A row that another attempt wrote in the meantime counts for that attempt."""
     rig.store.late = 2
     rig.store.recorded["job-1"] = finished("job-1", finished_ms=7)
@@ -36,7 +36,7 @@ async def test_a_commit_whose_answer_came_too_late_is_counted_once(rig: Rig) -> 
     assert len(rig.redis.done) == 5
 
 
-async def test_a_job_that_is_there_twice_is_counted_once(rig: Rig) -> None:
+async def test_a_job_submitted_twice_to_the_recorder_is_counted_once(rig: Rig) -> None:
     """The job was lost while it waited for SQL, and came back here."""
     async with rig.running() as finalizer:
         for token in (2, 1):
@@ -46,7 +46,7 @@ async def test_a_job_that_is_there_twice_is_counted_once(rig: Rig) -> None:
     assert (rig.reported, finalizer.stats.recorded) == (["job-0"], 1)
 
 
-async def test_what_sql_had_when_it_came_back_is_only_acknowledged(rig: Rig) -> None:
+async def test_a_redelivered_job_that_sql_already_has_is_only_acknowledged(rig: Rig) -> None:
     """The job was counted when it was recorded, perhaps by this very worker."""
     first = finished("job-0")
     rig.store.recorded["job-0"] = first

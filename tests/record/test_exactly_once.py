@@ -27,7 +27,9 @@ FAST = FinalizerLimits(record_backoff=Backoff(first_s=0.02, longest_s=0.2))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before-commit", "after-commit", "after-acknowledge"])
-def test_killed_at_each_moment_and_done_again(url: str, tmp_path: Path, moment: str) -> None:
+def test_a_worker_killed_at_any_moment_leaves_each_row_once(
+    url: str, tmp_path: Path, moment: str
+) -> None:
     acknowledged = tmp_path / "acknowledged"
     acknowledged.touch()
 
@@ -68,7 +70,9 @@ async def _finish_all(
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("crash", [False, True])
-async def test_postgres_stops_and_comes_back(own_postgres: PostgresServer, crash: bool) -> None:
+async def test_jobs_are_recorded_after_postgres_was_stopped(
+    own_postgres: PostgresServer, crash: bool
+) -> None:
     url = own_postgres.create_database()
     upgrade(url)
     store = ResultStore(url, queue="q")
@@ -97,7 +101,7 @@ def freeze(server: PostgresServer, number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.postgres
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
-async def test_a_frozen_postgres_costs_a_timeout_not_the_worker(
+async def test_a_frozen_postgres_leads_to_a_timeout_and_a_retry(
     own_postgres: PostgresServer,
 ) -> None:
     url = own_postgres.create_database()
@@ -122,7 +126,7 @@ async def test_a_frozen_postgres_costs_a_timeout_not_the_worker(
 
 
 @pytest.mark.postgres
-async def test_the_victim_of_a_deadlock_tries_again(postgres_url: str) -> None:
+async def test_the_victim_of_a_deadlock_is_retried(postgres_url: str) -> None:
     upgrade(postgres_url)
     columns = (
         "id, queue, model, tenant, priority, state, attempts, worker_id, created_ms, "
@@ -157,7 +161,7 @@ async def test_the_victim_of_a_deadlock_tries_again(postgres_url: str) -> None:
     assert counts(postgres_url) == (10, 10, 10, 10)
 
 
-async def test_sqlite_on_a_full_disk_waits_until_there_is_room(sqlite_url: str) -> None:
+async def test_jobs_wait_while_the_disk_of_sqlite_is_full(sqlite_url: str) -> None:
     engine = open_engine(sqlite_url)
     limits = [30]
 
@@ -176,7 +180,7 @@ async def test_sqlite_on_a_full_disk_waits_until_there_is_room(sqlite_url: str) 
     assert counts(sqlite_url) == (400, 400, 400, 400)
 
 
-async def test_a_locked_sqlite_is_waited_for(sqlite_url: str) -> None:
+async def test_jobs_wait_while_sqlite_is_locked(sqlite_url: str) -> None:
     engine = open_engine(sqlite_url)
 
     @event.listens_for(engine, "begin")
@@ -206,7 +210,9 @@ class _DriverError(Exception):
 @pytest.mark.parametrize(
     "sqlstate", ["53100", "40001", "25006", "57P01", "08006", "55P03", "53300"]
 )
-async def test_what_passes_by_itself_is_retried_as_a_whole(sqlite_url: str, sqlstate: str) -> None:
+async def test_a_group_refused_with_a_transient_error_is_retried_as_a_whole(
+    sqlite_url: str, sqlstate: str
+) -> None:
     """PostgreSQL's codes for: disk full, serialization, read-only, shutdown, connection, lock, too
     many clients.
     """
@@ -226,7 +232,7 @@ async def test_what_passes_by_itself_is_retried_as_a_whole(sqlite_url: str, sqls
     assert counts(sqlite_url) == (8, 8, 8, 8)
 
 
-async def test_a_missing_table_waits_and_logs_what_to_do(tmp_path: Path) -> None:
+async def test_jobs_wait_for_missing_tables_and_the_log_names_the_command(tmp_path: Path) -> None:
     path = tmp_path / "empty.db"
     url = f"sqlite:///{path}"
     store = ResultStore(url, queue="q")

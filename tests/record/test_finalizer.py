@@ -118,7 +118,7 @@ async def test_a_job_is_acknowledged_after_it_was_recorded(rig: Rig) -> None:
     )
 
 
-async def test_what_waits_is_written_as_one_group(rig: Rig) -> None:
+async def test_waiting_jobs_are_written_as_one_group(rig: Rig) -> None:
     rig.store.gate = asyncio.Event()
     async with rig.running(max_group=40) as finalizer:
         await _submit(finalizer, 1)
@@ -146,7 +146,7 @@ async def test_lines_of_a_batch_wait_for_a_full_group_or_a_job_of_another_kind(r
     assert rig.store.groups == [4, 3]
 
 
-async def test_lines_of_a_batch_wait_for_others_only_a_moment(rig: Rig) -> None:
+async def test_lines_of_a_batch_wait_for_others_up_to_a_limit(rig: Rig) -> None:
     async with rig.running(linger_s=0.01) as finalizer:
         await finalizer.submit(_line("line"))
         await finalizer.drain(60)
@@ -159,7 +159,7 @@ def _line(job_id: str) -> FinishedJob:
     return replace(finished(job_id), request=request)
 
 
-async def test_nothing_is_acknowledged_while_sql_is_down_and_all_of_it_afterwards(rig: Rig) -> None:
+async def test_jobs_are_acknowledged_only_after_sql_is_back(rig: Rig) -> None:
     rig.store.down = True
     async with rig.running() as finalizer:
         await _submit(finalizer, 30)
@@ -173,7 +173,7 @@ async def test_nothing_is_acknowledged_while_sql_is_down_and_all_of_it_afterward
     assert finalizer.stats.record_down_since is None
 
 
-async def test_sql_goes_on_while_redis_is_down(rig: Rig) -> None:
+async def test_jobs_are_recorded_while_redis_is_down(rig: Rig) -> None:
     rig.redis.fail_before = 10**9
     async with rig.running() as finalizer:
         await _submit(finalizer, 10)
@@ -187,7 +187,7 @@ async def test_sql_goes_on_while_redis_is_down(rig: Rig) -> None:
     assert len(rig.redis.done) == 20
 
 
-async def test_a_lost_reply_repeats_the_acknowledgement_and_nothing_else(rig: Rig) -> None:
+async def test_a_lost_reply_leads_only_to_a_repeated_acknowledgement(rig: Rig) -> None:
     rig.redis.fail_after = 3
     async with rig.running() as finalizer:
         await _submit(finalizer, 8)
@@ -198,7 +198,7 @@ async def test_a_lost_reply_repeats_the_acknowledgement_and_nothing_else(rig: Ri
     assert finalizer.stats.recorded_before == 0
 
 
-async def test_the_buffer_fills_and_intake_waits(rig: Rig) -> None:
+async def test_a_full_buffer_makes_submitters_wait(rig: Rig) -> None:
     rig.store.down = True
     async with rig.running(max_buffered=10) as finalizer:
         await _submit(finalizer, 9)
@@ -211,7 +211,7 @@ async def test_the_buffer_fills_and_intake_waits(rig: Rig) -> None:
         assert finalizer.held_ids == []
 
 
-async def test_jobs_of_other_workers_are_counted(rig: Rig) -> None:
+async def test_acknowledgements_of_jobs_of_other_workers_count_as_lost(rig: Rig) -> None:
     rig.redis.outdated = {"job-1", "job-3"}
     async with rig.running() as finalizer:
         await _submit(finalizer, 5)
@@ -220,7 +220,7 @@ async def test_jobs_of_other_workers_are_counted(rig: Rig) -> None:
     assert (finalizer.stats.acknowledged, finalizer.stats.lost) == (3, 2)
 
 
-async def test_a_job_that_breaks_every_acknowledgement_does_not_hold_the_others(rig: Rig) -> None:
+async def test_a_job_whose_acknowledgement_fails_does_not_delay_the_others(rig: Rig) -> None:
     rig.redis.poison = {"job-17"}
     async with rig.running() as finalizer:
         await _submit(finalizer, 64)
@@ -232,7 +232,7 @@ async def test_a_job_that_breaks_every_acknowledgement_does_not_hold_the_others(
         assert finalizer.held_ids == []
 
 
-async def test_a_job_that_sql_refuses_is_kept_and_tried_again(rig: Rig) -> None:
+async def test_a_job_that_sql_refuses_is_kept_and_retried(rig: Rig) -> None:
     rig.store.refuse = {"job-2"}
     async with rig.running() as finalizer:
         await _submit(finalizer, 5)
@@ -247,7 +247,7 @@ async def test_a_job_that_sql_refuses_is_kept_and_tried_again(rig: Rig) -> None:
     assert finalizer.stats.refused >= 2
 
 
-async def test_a_redelivered_job_ends_in_redis_as_it_stands_in_sql(rig: Rig) -> None:
+async def test_a_redelivered_job_ends_in_redis_with_the_result_of_sql(rig: Rig) -> None:
     first = finished("job-0", worker_id="dead-worker")
     rig.store.recorded["job-0"] = first
     async with rig.running() as finalizer:
@@ -287,7 +287,7 @@ async def test_a_job_whose_end_is_in_sql_is_not_generated_again(rig: Rig) -> Non
         assert outcome.final_chunk.index == len(first.result.token_ids)
 
 
-async def test_what_sql_has_not_recorded_is_generated_again(rig: Rig) -> None:
+async def test_a_redelivered_job_without_a_row_is_generated_again(rig: Rig) -> None:
     """A first delivery, another tenant's row of the same name, nothing recorded, no database."""
     first = finished("job-0")
     job = came_back(first)
@@ -302,7 +302,7 @@ async def test_what_sql_has_not_recorded_is_generated_again(rig: Rig) -> None:
         assert await finalizer.skip_recorded([job]) == [job]
 
 
-async def test_what_is_in_hand_when_the_worker_is_cancelled_is_still_reported(rig: Rig) -> None:
+async def test_jobs_in_hand_are_reported_after_the_finalizer_is_cancelled(rig: Rig) -> None:
     rig.store.gate = asyncio.Event()
     async with rig.running() as finalizer:
         await _submit(finalizer, 3)
@@ -311,7 +311,9 @@ async def test_what_is_in_hand_when_the_worker_is_cancelled_is_still_reported(ri
     assert sorted(finalizer.held_ids) == [f"job-{number}" for number in range(5)]
 
 
-async def test_it_ends_when_a_library_swallows_its_cancellation(rig: Rig) -> None:
+async def test_a_cancelled_finalizer_ends_though_a_library_swallows_the_cancellation(
+    rig: Rig,
+) -> None:
     """Python 3.11's wait_for swallows one like that, and a task group cancels children once."""
 
     is_recording = False
@@ -333,7 +335,7 @@ async def test_it_ends_when_a_library_swallows_its_cancellation(rig: Rig) -> Non
     assert finalizer.held_ids == ["job-0"]
 
 
-async def test_a_hook_that_fails_changes_nothing(rig: Rig) -> None:
+async def test_a_failing_hook_does_not_stop_recording(rig: Rig) -> None:
     def broken(_jobs: list[FinishedJob]) -> None:
         raise RuntimeError("metrics are broken")
 

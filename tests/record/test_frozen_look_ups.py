@@ -45,7 +45,9 @@ async def test_jobs_at_a_frozen_server_wait_for_one_look_up(own_postgres: Postgr
     await store.close()
 
 
-async def test_an_idle_worker_asks_again_after_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_worker_repeats_a_failed_look_up_after_the_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = FakeStore(down=True)
     ends = Finalizer(store, FakeRedis())
     first = finished("job-0")
@@ -59,7 +61,7 @@ async def test_an_idle_worker_asks_again_after_the_pause(monkeypatch: pytest.Mon
     assert isinstance(outcome, FinishedJob)
 
 
-async def test_a_look_up_that_failed_at_once_is_made_again_for_the_next_job() -> None:
+async def test_a_look_up_that_failed_at_once_is_repeated_for_the_next_job() -> None:
     store = FakeStore(down=True)
     ends = Finalizer(store, FakeRedis())
     first = finished("job-0")

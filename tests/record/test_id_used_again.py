@@ -55,7 +55,7 @@ async def ended(
 
 
 @pytest.mark.parametrize("tenant", ["acme", "another"])
-async def test_the_second_job_of_an_id_ends_as_failed(
+async def test_a_second_job_under_an_id_fails_with_a_sentence(
     store: ResultStore, url: str, tenant: str
 ) -> None:
     await store.record([of_no_batch(finished("a"))])
@@ -86,7 +86,7 @@ async def test_the_second_job_of_an_id_ends_as_failed(
     ]
 
 
-async def test_a_dead_row_gives_way_to_its_own_job_only(store: ResultStore, url: str) -> None:
+async def test_a_dead_row_is_replaced_by_its_own_job_only(store: ResultStore, url: str) -> None:
     dead = of_no_batch(failed("a", status=JobStatus.DEAD))
     await store.record([dead])
     assert (await store.record([later()])).taken == {"a"}
@@ -95,7 +95,7 @@ async def test_a_dead_row_gives_way_to_its_own_job_only(store: ResultStore, url:
     assert rows(url, "SELECT state FROM jobs") == [{"state": "succeeded"}]
 
 
-async def test_a_line_of_a_batch_that_is_handed_in_again_is_the_same_job(
+async def test_a_line_of_a_batch_submitted_again_is_the_same_job(
     store: ResultStore,
 ) -> None:
     """The queue had forgotten it; its creation time is that of the second handing in."""
@@ -105,7 +105,7 @@ async def test_a_line_of_a_batch_that_is_handed_in_again_is_the_same_job(
     assert (await store.record([again])).existing == {"a": line.result}
 
 
-async def test_what_came_back_is_recalled_by_its_creation_time(store: ResultStore) -> None:
+async def test_a_redelivered_job_is_recognised_by_its_creation_time(store: ResultStore) -> None:
     first = of_no_batch(finished("a"))
     await store.record([first])
     finalizer = Finalizer(store, FakeRedis(), LIMITS)

@@ -59,7 +59,7 @@ async def test_a_row_that_cannot_be_decoded_counts_as_recorded(
     assert counts(url) == (3, 3, 3, 3)
 
 
-async def test_a_damaged_row_hides_no_other(store: ResultStore, url: str) -> None:
+async def test_a_damaged_row_does_not_hide_the_others(store: ResultStore, url: str) -> None:
     small = finished("b")
     await store.record([finished("a"), small])
     damage(url, "a")

@@ -43,13 +43,13 @@ def test_primary_keys_and_columns_are_those_of_the_tables(url: str) -> None:
             assert key == [column.name for column in table.primary_key.columns]
 
 
-def test_the_names_of_the_files_are_the_revisions() -> None:
+def test_migration_files_are_named_after_their_revisions() -> None:
     scripts = ScriptDirectory.from_config(configuration())
     assert revisions() == [script.revision for script in scripts.walk_revisions()][::-1]
     assert scripts.get_heads() == revisions()[-1:]
 
 
-def test_the_revision_of_a_database_is_alembics(empty_url: str) -> None:
+def test_the_revision_read_equals_alembic_s(empty_url: str) -> None:
     for revision in [None, *revisions()]:
         if revision is not None:
             upgrade(empty_url, revision)
@@ -63,7 +63,7 @@ def test_the_revision_of_a_database_is_alembics(empty_url: str) -> None:
             assert found.is_behind == (revision != revisions()[-1])
 
 
-def test_a_workers_modules_leave_alembic_alone() -> None:
+def test_a_worker_does_not_import_alembic() -> None:
     """Its import costs a start as much as SQLAlchemy's; only migrations need it."""
     program = "import sys, tokenmill_worker.app, tokenmill_worker.record"
     program += "; print('alembic' in sys.modules, 'sqlalchemy' in sys.modules)"
@@ -79,7 +79,7 @@ def test_upgrading_twice_changes_nothing(empty_url: str) -> None:
     assert upgrade(empty_url) == (after, after)
 
 
-def test_several_upgrades_at_once(empty_url: str) -> None:
+def test_concurrent_upgrades_apply_each_revision_once(empty_url: str) -> None:
     outcomes: list[object] = []
 
     def run() -> None:
@@ -106,7 +106,7 @@ async def test_a_start_on_an_empty_database_names_the_command(empty_url: str) ->
     await store.close()
 
 
-async def test_a_database_of_a_newer_version_is_fine(url: str) -> None:
+async def test_a_database_of_a_newer_version_is_accepted(url: str) -> None:
     """A rolling upgrade: the database goes first, workers of both versions run on it."""
     engine = open_engine(url)
     with engine.begin() as connection:
@@ -119,21 +119,21 @@ async def test_a_database_of_a_newer_version_is_fine(url: str) -> None:
     assert upgrade(url) == ("9999", "9999")
 
 
-async def test_a_database_that_is_away_is_waited_for() -> None:
+async def test_an_unreachable_database_at_the_start_is_a_retryable_error() -> None:
     store = ResultStore("postgresql://nobody@127.0.0.1:1/none", queue="q")
     with pytest.raises(StoreUnavailable, match="cannot be used: connection failed"):
         await store.check()
     await store.close()
 
 
-def test_the_way_back(url: str) -> None:
+def test_a_downgrade_to_base_drops_every_table(url: str) -> None:
     downgrade(url, "base")
     with reading(url) as connection:
         assert sa.inspect(connection).get_table_names() == ["alembic_version"]
         assert read_schema_version(connection).is_behind
 
 
-def test_the_folder_of_a_new_sqlite_file_is_made(tmp_path: Path) -> None:
+def test_the_folder_of_a_new_sqlite_file_is_created(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/new/folder/tokenmill.db"
     upgrade(url)
     assert rows(url, "SELECT count(*) AS n FROM jobs") == [{"n": 0}]

@@ -50,7 +50,7 @@ async def set_aside(client: AsyncClient, redis_url: str, database: str) -> str:
     return str(job)
 
 
-async def test_the_dead_row_gives_way_once(url, redis_url):
+async def test_the_row_of_a_redriven_job_is_replaced_once(url, redis_url):
     async with client_of(redis_url, url) as client:
         job = await set_aside(client, redis_url, url)
         assert list(await client.redrive([job])) == [job]
@@ -63,7 +63,7 @@ async def test_the_dead_row_gives_way_once(url, redis_url):
         assert list(await client.dead()) == []
 
 
-async def test_a_redriven_job_may_die_again_and_live_later(url, redis_url):
+async def test_a_redriven_job_may_die_again_and_succeed_later(url, redis_url):
     async with client_of(redis_url, url) as client:
         job = await set_aside(client, redis_url, url)
         began = (await client.result(job)).started_ms
@@ -91,7 +91,7 @@ async def test_a_redriven_job_may_die_again_and_live_later(url, redis_url):
 @pytest.mark.slow
 @pytest.mark.chaos
 @pytest.mark.parametrize("point", ["inside commit", "after commit"])
-async def test_killed_on_its_second_way(url, redis_url, point):
+async def test_a_redriven_job_whose_worker_is_killed_is_recorded_once(url, redis_url, point):
     async with client_of(redis_url, url) as client:
         job = await set_aside(client, redis_url, url)
         await client.redrive([job])

@@ -56,7 +56,7 @@ async def test_a_finished_job_is_one_row_in_each_table(store: ResultStore, url: 
     )
 
 
-async def test_prompts_are_kept_only_when_asked_for(url: str) -> None:
+async def test_prompts_are_recorded_only_with_the_setting(url: str) -> None:
     quiet, open_ = ResultStore(url, queue="q"), ResultStore(url, queue="q", with_prompts=True)
     await quiet.record([finished("quiet")])
     await open_.record([finished("open")])
@@ -68,7 +68,7 @@ async def test_prompts_are_kept_only_when_asked_for(url: str) -> None:
     await open_.close()
 
 
-async def test_a_second_delivery_changes_nothing_and_gets_what_was_recorded(
+async def test_a_second_delivery_changes_no_row_and_gets_the_recorded_result(
     store: ResultStore, url: str
 ) -> None:
     first = finished("a")
@@ -95,7 +95,7 @@ async def test_the_same_job_twice_in_one_group_is_recorded_once_under_its_newest
     assert rows(url, "SELECT worker_id FROM jobs") == [{"worker_id": "w2"}]
 
 
-async def test_writers_that_race_for_the_same_jobs_record_each_once(url: str) -> None:
+async def test_concurrent_writers_record_each_job_once(url: str) -> None:
     stores = [ResultStore(url, queue="q") for _ in range(4)]
     ids = [f"job-{number:03d}" for number in range(60)]
     # each in another order: rows must be locked in one order all the same, or writers deadlock
@@ -120,7 +120,7 @@ async def test_writers_that_race_for_the_same_jobs_record_each_once(url: str) ->
         await store.close()
 
 
-async def test_a_dead_job_gives_way_to_what_its_redrive_brings(
+async def test_a_dead_row_is_replaced_by_the_redriven_job_s_result(
     store: ResultStore, url: str
 ) -> None:
     await store.record([failed("a", status=JobStatus.DEAD, finished_ms=1000)])
@@ -136,7 +136,7 @@ async def test_a_dead_job_gives_way_to_what_its_redrive_brings(
     ]
 
 
-async def test_a_dead_job_that_dies_again_shows_its_last_death(
+async def test_a_job_that_dies_again_has_the_row_of_its_last_death(
     store: ResultStore, url: str
 ) -> None:
     await store.record(
@@ -172,7 +172,7 @@ async def test_every_end_is_recorded_and_billed_once(
     assert counts(url) == (1, 1, 1, 1)
 
 
-async def test_an_undecodable_job_has_no_request_and_is_recorded_all_the_same(
+async def test_an_undecodable_job_is_recorded_without_a_request(
     store: ResultStore, url: str
 ) -> None:
     job = failed("a")
@@ -189,18 +189,16 @@ async def test_thousands_of_jobs_fit_in_one_call(store: ResultStore, url: str) -
     assert counts(url) == (2500, 2500, 2500, 2500)
 
 
-async def test_nothing_to_record_needs_no_database() -> None:
+async def test_an_empty_group_needs_no_database() -> None:
     store = ResultStore("postgresql://nobody@127.0.0.1:1/none", queue="q")
     assert (await store.record([])).written == set()
 
 
-def test_the_support_makes_results_that_differ_by_id() -> None:
+def test_results_made_by_the_test_helper_differ_by_id() -> None:
     assert result().job_id != result().job_id
 
 
-async def test_only_what_this_queue_recorded_for_good_is_found(
-    store: ResultStore, url: str
-) -> None:
+async def test_only_final_results_of_this_queue_are_found(store: ResultStore, url: str) -> None:
     """The dead may be redriven: their row is not the last word."""
     await store.record([finished("a"), failed("dead", status=JobStatus.DEAD)])
     other = ResultStore(url, queue="another")
@@ -210,7 +208,7 @@ async def test_only_what_this_queue_recorded_for_good_is_found(
     assert found == {"a": finished("a").result}
 
 
-async def test_rows_are_made_beside_the_event_loop(
+async def test_rows_are_encoded_outside_the_event_loop(
     store: ResultStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large result takes tens of milliseconds to encode."""
@@ -226,7 +224,7 @@ async def test_rows_are_made_beside_the_event_loop(
     assert threading.current_thread() not in threads
 
 
-async def test_thoughts_have_columns_of_their_own(url: str) -> None:
+async def test_thoughts_are_stored_in_their_own_columns(url: str) -> None:
     choice = ChoiceResult(text="Yes", token_ids=(1, 2), reasoning="Hm", reasoning_ends=(2,))
     usage = Usage(completion_tokens=2, reasoning_tokens=1)
     await ResultStore(url, queue="q").record([finished("one", choices=(choice,), usage=usage)])

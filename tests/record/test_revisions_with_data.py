@@ -64,9 +64,7 @@ def unchanged(url: str, before: dict[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-def test_rows_of_an_earlier_revision_are_there_after_the_upgrade(
-    empty_url: str, revision: str
-) -> None:
+def test_rows_of_an_earlier_revision_are_kept_by_the_upgrade(empty_url: str, revision: str) -> None:
     upgrade(empty_url, revision)
     before = fill(empty_url)
     assert before
@@ -74,7 +72,7 @@ def test_rows_of_an_earlier_revision_are_there_after_the_upgrade(
     unchanged(empty_url, before)
 
 
-async def test_down_to_each_revision_and_up_again_with_rows(url: str) -> None:
+async def test_a_downgrade_to_each_revision_and_back_keeps_older_rows(url: str) -> None:
     """The way back loses newer tables and columns, and keeps what the older ones hold."""
     store = ResultStore(url, queue="q")
     await store.record([finished("a"), finished("b")])

@@ -25,7 +25,7 @@ FAST = FinalizerLimits(record_backoff=Backoff(first_s=0.02, longest_s=0.2))
 ENDS_SESSIONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{}'"
 
 
-async def test_jobs_that_waited_for_a_read_only_server_are_recorded_when_it_is_writable(
+async def test_jobs_are_recorded_once_a_read_only_server_is_writable(
     postgres: PostgresServer, postgres_url: str
 ) -> None:
     """New sessions are read-only after a switchover, and then the server takes it back."""
@@ -90,7 +90,7 @@ async def test_jobs_are_recorded_through_a_pooler_in_transaction_mode(
     assert counts(postgres_url) == (20, 20, 20, 20)
 
 
-def test_a_server_that_is_back_is_noticed_within_two_seconds() -> None:
+def test_the_pause_before_a_retry_is_at_most_two_seconds() -> None:
     backoff = FinalizerLimits().record_backoff
     assert max(backoff.delay_s(failures) for failures in range(1, 40)) <= 2.0
 
@@ -138,7 +138,7 @@ def test_a_database_that_is_not_utf8_is_an_error_of_doctor(other_encoding: str) 
     assert "TEMPLATE template0" in found.hint
 
 
-async def test_a_database_that_is_not_utf8_cannot_be_waited_for(other_encoding: str) -> None:
+async def test_a_database_that_is_not_utf8_is_a_misconfiguration(other_encoding: str) -> None:
     store = ResultStore(other_encoding, queue="q")
     with pytest.raises(StoreUnavailable) as caught:
         await store.check()
@@ -148,7 +148,7 @@ async def test_a_database_that_is_not_utf8_cannot_be_waited_for(other_encoding: 
     await store.close()
 
 
-def test_text_reaches_the_database_whatever_encoding_the_environment_names(
+def test_text_is_stored_as_utf8_under_any_client_encoding(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")

@@ -17,7 +17,7 @@ from tokenmill_worker.record.threads import BlockingCalls
 @pytest.mark.parametrize(
     "url", ["postgres://u:p@h/db", "postgresql://u:p@h/db", "postgresql+psycopg://u:p@h/db"]
 )
-def test_every_spelling_of_postgresql_means_psycopg_3(url: str) -> None:
+def test_every_spelling_of_a_postgresql_url_uses_psycopg_3(url: str) -> None:
     assert parse_database_url(url).drivername == "postgresql+psycopg"
 
 
@@ -26,7 +26,7 @@ def test_other_databases_are_refused() -> None:
         open_engine("mssql+pyodbc://u:p@h/db")
 
 
-def test_sqlite_is_durable_and_lets_readers_read(sqlite_url: str) -> None:
+def test_sqlite_is_durable_and_readable_during_writes(sqlite_url: str) -> None:
     engine = open_engine(sqlite_url)
     with engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
@@ -62,14 +62,14 @@ async def threads() -> AsyncIterator[BlockingCalls]:
     await until(lambda: num_threads() == before)
 
 
-async def test_one_thread_serves_calls_that_follow_one_another(threads: BlockingCalls) -> None:
+async def test_consecutive_calls_share_one_thread(threads: BlockingCalls) -> None:
     served = {await threads.run(threading.get_ident, 5.0) for _ in range(20)}
     assert len(served) == 1
     both = threading.Barrier(2)  # a call that waits for the other has a thread of its own
     await asyncio.gather(*(threads.run(lambda: both.wait(30), 60.0) for _ in range(2)))
 
 
-async def test_a_call_that_takes_too_long_is_left_behind(threads: BlockingCalls) -> None:
+async def test_a_call_that_takes_too_long_is_abandoned(threads: BlockingCalls) -> None:
     answered, before = threading.Event(), num_threads()
     with pytest.raises(StoreUnavailable, match="did not answer within"):
         await threads.run(lambda: answered.wait(60), 0.05)
@@ -79,7 +79,7 @@ async def test_a_call_that_takes_too_long_is_left_behind(threads: BlockingCalls)
     await until(lambda: num_threads() == before + 1)
 
 
-async def test_a_cancellation_that_meets_the_answer_is_not_swallowed(
+async def test_a_cancellation_that_arrives_with_the_reply_is_raised(
     threads: BlockingCalls,
 ) -> None:
     task = asyncio.create_task(threads.run(lambda: 1, 5.0))
@@ -90,7 +90,7 @@ async def test_a_cancellation_that_meets_the_answer_is_not_swallowed(
         await task
 
 
-async def test_errors_come_back_to_the_caller(threads: BlockingCalls) -> None:
+async def test_an_error_in_a_thread_is_raised_to_the_caller(threads: BlockingCalls) -> None:
     def fail() -> None:
         raise LookupError("no")
 

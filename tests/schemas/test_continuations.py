@@ -45,12 +45,12 @@ DRAWING: dict[str, Any] = {
         ),
     ],
 )
-def test_each_problem_is_reported(fields: dict[str, Any], sentence: str) -> None:
+def test_each_problem_of_continuations_is_reported(fields: dict[str, Any], sentence: str) -> None:
     request = JobRequest(**({"job_id": "j", "prompt": "x"} | fields))
     assert any(sentence in problem for problem in problems(request)), problems(request)
 
 
-def test_good_ones_have_no_problem() -> None:
+def test_valid_continuations_have_no_problem() -> None:
     params = SamplingParams(top_logprobs=3, lora="poems", speculate=False)
     request = JobRequest(job_id="j", prompt="x", continuations=(" a", (5, 6)), params=params)
     assert problems(request) == []

@@ -15,7 +15,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_every_number_has_a_range(name: str) -> None:
+def test_every_numeric_parameter_has_a_range(name: str) -> None:
     wrong: Any = math.nan if isinstance(getattr(PARAMS, name), float) else 2**70
     (problem,) = params_problems(SamplingParams(**{name: wrong}))
     assert problem.startswith((f"{name} must", f"{name} holds {wrong}"))

@@ -50,7 +50,7 @@ def kind_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_was_recorded_means_what_it_meant(version):
+def test_recorded_bytes_decode_to_their_recorded_values(version):
     found = [
         line
         for name, data, meant in recorded(version)
@@ -61,7 +61,7 @@ def test_what_was_recorded_means_what_it_meant(version):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_no_word_of_an_enumeration_is_gone(version):
+def test_every_recorded_word_of_an_enumeration_exists(version):
     kept = enumerations()
     for name, words in msgspec.json.decode((FOLDER / version / "enums.json").read_bytes()).items():
         assert set(words) <= set(kept[name]), name
@@ -108,7 +108,7 @@ def _defaults(kind: type[msgspec.Struct]) -> Iterator[tuple[str, object]]:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_what_later_versions_add_is_passed_over(name):
+def test_fields_added_by_later_versions_are_ignored(name):
     """Additions at every depth: unknown keys of maps, more elements of arrays that are structs."""
     value, _ = SAMPLES[name]
     decode = DECODERS[name.split("-")[0]]
@@ -144,7 +144,7 @@ def _grown(node: Any, key: str = "") -> Any:
     return node
 
 
-def test_unknown_orders_and_words_are_refused_as_undecodable():
+def test_unknown_message_types_and_words_raise_decode_error():
     for decode, data in (
         (codec.decode_control, {"type": "reload"}),
         (codec.decode_chunk, {"job_id": "j", "index": 0, "status": "paused"}),
@@ -153,7 +153,7 @@ def test_unknown_orders_and_words_are_refused_as_undecodable():
             decode(msgpack.packb(data))
 
 
-def test_a_parameter_that_was_sent_differs_from_one_that_was_not():
+def test_a_parameter_sent_with_its_default_differs_from_an_absent_one():
     neutral = SamplingNumbers()._asdict()
     sent = JobRequest(job_id="a", prompt="x", params=SamplingParams(**neutral))
     silent = JobRequest(job_id="a", prompt="x")
@@ -195,7 +195,7 @@ def variant(changes: dict[str, Any], without: str = "") -> type[msgspec.Struct]:
         (variant({"zone": str}), "missing required field `zone`"),
     ],
 )
-def test_a_field_removed_renamed_retyped_or_newly_required_is_noticed(careless, says):
+def test_a_field_removed_renamed_retyped_or_newly_required_is_detected(careless, says):
     value, _ = SAMPLES["request"]
     assert any(
         says in line for line in differences("request", encode(value), careless, meaning(value))
@@ -203,7 +203,7 @@ def test_a_field_removed_renamed_retyped_or_newly_required_is_noticed(careless, 
 
 
 @pytest.mark.parametrize("keys", [(5, 7), ("5", "7"), ("5", 7)])
-def test_biases_have_whole_numbers_or_their_texts_as_keys(keys):
+def test_biases_with_integer_or_text_keys_are_decoded(keys):
     """Text keys are what an object of JavaScript becomes."""
     biases = dict(zip(keys, (1.5, -1), strict=True))
     packed = msgspec.msgpack.encode(
@@ -215,7 +215,7 @@ def test_biases_have_whole_numbers_or_their_texts_as_keys(keys):
 
 
 @pytest.mark.parametrize("key", ["dog", "5.0", " 5", "", 5.5, True])
-def test_biases_of_other_keys_are_refused_with_the_decoders_words(key):
+def test_biases_with_other_keys_raise_the_decoder_s_error(key):
     packed = msgspec.msgpack.encode(
         {"job_id": "a", "prompt": "x", "params": {"logit_bias": {key: 1}}}
     )

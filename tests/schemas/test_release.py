@@ -85,7 +85,7 @@ def test_without_a_repository_the_variable_names_the_revision(
     assert names["described"]() == f"{BASE}+g9fc2b2b7"
 
 
-def test_command_and_worker_report_it() -> None:
+def test_the_command_and_the_worker_report_the_version() -> None:
     done = CliRunner().invoke(app, ["--version"])
     found = release.version()
     assert found.startswith(BASE)

@@ -53,13 +53,15 @@ NAN, INF = math.nan, math.inf
         ),
     ],
 )
-def test_what_names_no_tokens_is_refused_in_one_sentence(given: dict[str, Any], says: str) -> None:
+def test_invalid_token_sequences_are_refused_in_one_sentence(
+    given: dict[str, Any], says: str
+) -> None:
     problems = params_problems(SamplingParams(**given))
     assert len(problems) == 1
     assert says in problems[0]
 
 
-def test_what_the_limits_allow_is_taken() -> None:
+def test_token_sequences_at_the_limits_are_accepted() -> None:
     allowed = SamplingParams(
         bad_words_ids=((5,) * 32,) * 1024,
         sequence_bias=(((5, 4), -INF), ((6,), 10_000.0)),
@@ -71,7 +73,7 @@ def test_what_the_limits_allow_is_taken() -> None:
     assert params_problems(allowed) == []
 
 
-def test_logs_and_results_repeat_no_sequences() -> None:
+def test_logs_and_results_do_not_contain_token_sequences() -> None:
     params = SamplingParams(
         bad_words_ids=((5,),), sequence_bias=(((5,), 1.0),), suppress_tokens=(5,),
         begin_suppress_tokens=(5,), no_repeat_ngram_size=2, forced_bos_token_id=3,

@@ -21,7 +21,7 @@ def test_a_chunk_above_the_limit_of_requests_is_read() -> None:
 @pytest.mark.parametrize(
     "decode", [codec.decode_request, codec.decode_control, codec.decode_status]
 )
-def test_what_producers_and_strangers_send_is_refused_before_it_is_decoded(decode) -> None:
+def test_an_oversized_message_of_a_producer_is_refused_before_decoding(decode) -> None:
     with pytest.raises(
         DecodeError, match=rf"has {MAX_PAYLOAD_BYTES + 1} bytes; the limit is {MAX_PAYLOAD_BYTES}"
     ):

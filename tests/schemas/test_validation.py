@@ -27,7 +27,7 @@ def request(**fields: Any) -> JobRequest:
     return JobRequest(**({"job_id": "job", "prompt": "hi"} | fields))
 
 
-def test_an_ordinary_request_has_no_problem():
+def test_a_valid_request_has_no_problem():
     params = SamplingParams(
         max_tokens=64, min_tokens=2, temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, seed=-7,
         stop=("\n", "END"),
@@ -201,13 +201,13 @@ def test_each_problem_of_the_parameters_is_reported(fields, sentence):
 @pytest.mark.parametrize(
     "field", ["top_k", "n", "max_tokens", "seed", "min_tokens", "top_logprobs"]
 )
-def test_absurd_integers_are_refused_and_never_raise(field):
+def test_huge_integers_are_refused_without_raising(field):
     for value in (10**30, -(10**30)):
         values: dict[str, Any] = {field: value}
         assert problems(request(params=SamplingParams(**values)))
 
 
-def test_a_deep_schema_is_refused():
+def test_a_schema_nested_too_deep_is_refused():
     deep: dict[str, object] = {}
     for _ in range(100):
         deep = {"a": deep}
@@ -221,7 +221,7 @@ def test_a_deep_schema_is_refused():
     )
 
 
-def test_a_surrogate_anywhere_is_found():
+def test_a_surrogate_in_any_field_is_reported():
     broken = "x\udc80"
     for fields in (
         {"job_id": broken},
@@ -257,7 +257,7 @@ def test_a_surrogate_anywhere_is_found():
         {"stream": "yes"},
     ],
 )
-def test_wrong_types_are_found_although_structs_do_not_check_them(fields):
+def test_values_of_wrong_types_are_reported(fields):
     [problem] = problems(request(**fields))
     assert "wrong type" in problem or "cannot be sent" in problem
 
@@ -280,14 +280,14 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(JobRequest.__struct_fields__), JSON, max_size=4))
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-def test_nothing_that_python_can_build_makes_it_raise(fields):
+def test_validation_of_any_request_never_raises(fields):
     found = problems(request(**fields), now_ms=1)
     assert all(isinstance(sentence, str) and sentence for sentence in found)
 
 
 @given(st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), JSON, max_size=4))
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-def test_no_parameters_make_it_raise_and_what_passes_can_be_sent(fields):
+def test_validation_of_any_parameters_never_raises_and_valid_ones_encode(fields):
     job = request(params=SamplingParams(**fields))
     if not problems(job):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=JobRequest).job_id == "job"

@@ -34,7 +34,7 @@ def test_a_request_needs_the_version_of_its_newest_field(
     assert wire_version(request_, RELEASED) == version
 
 
-def test_a_request_of_version_1_does_not_send_it() -> None:
+def test_a_request_of_version_1_is_encoded_without_its_version() -> None:
     request = build_request({"prompt": "x"})
     assert request.v == 1
     assert b"\xa1v" not in encode(request)

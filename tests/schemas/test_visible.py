@@ -11,11 +11,11 @@ ASCII_AND_C1 = "".join(map(chr, range(0x100)))
 
 
 @pytest.mark.parametrize("code", [0x00, 0x07, 0x0D, 0x1B, 0x7F, 0x80, 0x9B, 0x9F])
-def test_a_control_character_is_shown_as_its_code(code: int) -> None:
+def test_a_control_character_is_escaped(code: int) -> None:
     assert visible(f"a{chr(code)}b") in (f"a\\x{code:02x}b", "a\\rb")
 
 
-def test_no_control_character_is_left_but_line_breaks_and_tabs() -> None:
+def test_every_control_character_but_line_breaks_and_tabs_is_escaped() -> None:
     left = [letter for letter in visible(ASCII_AND_C1) if unicodedata.category(letter) == "Cc"]
     assert left == ["\t", "\n"]
     assert not [x for x in visible(ASCII_AND_C1, keep="") if unicodedata.category(x) == "Cc"]
@@ -23,11 +23,11 @@ def test_no_control_character_is_left_but_line_breaks_and_tabs() -> None:
 
 
 @pytest.mark.parametrize("letter", ["\u202e", "\u2066", "\u2028", "\ud800"])
-def test_marks_that_reorder_or_break_a_line_and_surrogates_are_shown(letter: str) -> None:
+def test_bidi_marks_line_separators_and_surrogates_are_escaped(letter: str) -> None:
     assert visible(f"a{letter}") == f"a\\u{ord(letter):04x}"
 
 
-def test_words_of_every_script_stay() -> None:
+def test_letters_of_every_script_are_unchanged() -> None:
     words = "é ñ 漢字 עברית עربي 🦊👩\u200d🚀 \u00a0 –"
     assert visible(words) == words
 

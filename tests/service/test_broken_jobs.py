@@ -87,7 +87,7 @@ NAMES = ("good", "bad", "fine")
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("no"), Panic("a panic")])
-async def test_an_input_that_cannot_be_processed(
+async def test_an_input_whose_processing_raises_fails_only_its_job(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     method = raising(PromptEncoder.render, "bad", lambda _self, request: request.job_id, error)
@@ -97,14 +97,14 @@ async def test_an_input_that_cannot_be_processed(
     await the_others_go_on(bench, type(error).__name__)
 
 
-async def test_a_request_that_cannot_be_sent_to_the_engine(bench: Bench) -> None:
+async def test_a_request_that_cannot_be_sent_to_the_engine_fails_only_its_job(bench: Bench) -> None:
     bench.host.unsendable.add("bad/1")
     await bench.service.take([delivery(name) for name in NAMES])
     assert bench.host.submitted == ["good/1", "fine/1"]
     await the_others_go_on(bench, "UnicodeEncodeError")
 
 
-async def test_an_answer_that_cannot_be_opened(
+async def test_an_answer_whose_opening_raises_fails_only_its_job(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = raising(Publisher.open, "bad", lambda _self, job: job.job_id, KeyError("no"))
@@ -113,7 +113,9 @@ async def test_an_answer_that_cannot_be_opened(
     await the_others_go_on(bench, "KeyError")
 
 
-async def test_tokens_that_cannot_be_applied(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokens_whose_processing_raises_fail_only_their_job(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     method = raising(RunningJob.apply, "bad", lambda self, *_: self.job.job_id, IndexError("no"))
     await bench.service.take([delivery(name) for name in NAMES])
     await bench.host.step(*(event("ab", name) for name in NAMES))
@@ -125,7 +127,9 @@ async def test_tokens_that_cannot_be_applied(bench: Bench, monkeypatch: pytest.M
     assert bench.log.text("good") == "abcdxy"
 
 
-async def test_chunks_that_cannot_be_made(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunks_whose_making_raises_fail_only_their_job(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     method = raising(Chunker.appends, "bad", lambda self, *_: self._job_id, RuntimeError("no"))
     monkeypatch.setattr(Chunker, "appends", method)
     await bench.service.take([delivery(name) for name in NAMES])
@@ -134,7 +138,7 @@ async def test_chunks_that_cannot_be_made(bench: Bench, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("first", ["a", "ab", ""], ids=["one token", "several", "from the start"])
-async def test_text_that_cannot_be_encoded(
+async def test_text_that_cannot_be_encoded_fails_only_its_job(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     push = ByteLevelDetokenizer.push
@@ -154,7 +158,9 @@ async def test_text_that_cannot_be_encoded(
     assert bench.log.text("good") == bench.log.text("fine") == f"{first}cdxy"
 
 
-async def test_an_end_that_cannot_be_built(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_end_whose_building_raises_fails_only_its_job(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     method = raising(
         RunningJob.finished, "bad", lambda self, *_: self.job.job_id, OverflowError("no")
     )
@@ -165,7 +171,7 @@ async def test_an_end_that_cannot_be_built(bench: Bench, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("function", ["has_schema", "checked"])
-async def test_an_answer_that_cannot_be_checked(
+async def test_an_answer_whose_check_raises_fails_only_its_job(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     original = getattr(checks_module, function)

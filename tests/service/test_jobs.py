@@ -185,7 +185,7 @@ async def test_a_job_lost_and_claimed_again_gets_no_event_of_its_first_delivery(
     assert len(bench.service._owned) == 0
 
 
-async def test_lost_suspects_hold_no_job_back(bench: Bench) -> None:
+async def test_lost_suspects_do_not_hold_other_jobs_back(bench: Bench) -> None:
     await bench.service.take([delivery(name, alone=True) for name in "ab"])
     assert bench.host.submitted == ["a/1"]
     bench.service.ends.drop_lost(["a", "b"])
@@ -195,7 +195,7 @@ async def test_lost_suspects_hold_no_job_back(bench: Bench) -> None:
     assert bench.host.submitted == ["a/1", "c/1"]
 
 
-async def test_a_suspect_lost_while_another_runs_is_not_started_when_that_ends(
+async def test_a_suspect_lost_while_held_is_not_started(
     bench: Bench,
 ) -> None:
     await bench.service.take([delivery(name, alone=True) for name in "ab"])
@@ -207,7 +207,7 @@ async def test_a_suspect_lost_while_another_runs_is_not_started_when_that_ends(
     assert bench.host.submitted == ["a/1", "c/1"]
 
 
-async def test_suspects_that_cannot_be_started_return_together_and_none_as_alone(
+async def test_suspects_that_cannot_be_started_return_together_without_alone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(_outcomes: list[Any]) -> list[Any]:
@@ -223,7 +223,7 @@ async def test_suspects_that_cannot_be_started_return_together_and_none_as_alone
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
-async def test_a_job_in_a_dead_engine_is_alone_only_if_no_other_was_in_it(
+async def test_a_job_of_a_dead_engine_counts_as_alone_only_without_others(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, names: str
 ) -> None:
     """Others may be lost while the queue does not take them back."""
@@ -238,7 +238,7 @@ async def test_a_job_in_a_dead_engine_is_alone_only_if_no_other_was_in_it(
     assert bench.orders.suspects == [(["a"], names == "a")]
 
 
-async def test_an_order_to_try_again_is_for_the_delivery_that_failed(bench: Bench) -> None:
+async def test_a_retry_order_applies_only_to_the_failed_delivery(bench: Bench) -> None:
     await bench.service.take([delivery("job")])
     bench.orders.is_down = True
     await bench.host.step(
@@ -252,7 +252,7 @@ async def test_an_order_to_try_again_is_for_the_delivery_that_failed(bench: Benc
     assert len(bench.service._owned) == 1
 
 
-async def test_what_cannot_be_taken_in_is_not_kept_in_hand(
+async def test_jobs_whose_admission_raises_are_not_owned(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The consumer gives it back to the queue; an end that was already handed on stays."""
@@ -271,7 +271,7 @@ async def test_what_cannot_be_taken_in_is_not_kept_in_hand(
 
 
 @pytest.mark.parametrize("length", [0, AT_ONCE_BYTES], ids=["in the engine", "in preparation"])
-async def test_a_job_claimed_again_before_its_loss_is_noticed_replaces_its_first_delivery(
+async def test_a_job_claimed_again_before_its_loss_is_reported_replaces_its_first_delivery(
     bench: Bench, length: int
 ) -> None:
     """The claim may come before the heartbeat that tells of the loss."""
@@ -305,7 +305,7 @@ async def test_a_claim_that_fails_leaves_the_suspects_of_an_earlier_claim_to_the
     assert bench.host.submitted == ["a/1", "b/1"]
 
 
-async def test_suspects_claimed_while_others_are_held_start_after_them(bench: Bench) -> None:
+async def test_suspects_claimed_later_start_after_held_ones(bench: Bench) -> None:
     await bench.service.take([delivery(name, alone=True) for name in "ab"])
     await bench.service.take([delivery("c", alone=True)])
     for name in "abc":
@@ -313,7 +313,7 @@ async def test_suspects_claimed_while_others_are_held_start_after_them(bench: Be
     assert bench.host.submitted == ["a/1", "b/1", "c/1"]
 
 
-async def test_a_job_that_is_being_admitted_during_a_hand_over_does_not_enter_the_engine(
+async def test_a_job_in_admission_during_a_hand_over_does_not_enter_the_engine(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on = asyncio.Event()

@@ -30,7 +30,7 @@ def test_jobs_without_a_crash_are_never_held_back():
     assert len(quarantine) == 0
 
 
-def test_one_crash_halves_the_batch():
+def test_a_crash_halves_the_group_of_suspects():
     quarantine = Quarantine(max_num_seqs=4)
     suspects = [delivery(n, crashes=1) for n in "abcd"]
     assert names(quarantine.release_suspects(suspects)) == ["a", "b"]
@@ -39,7 +39,7 @@ def test_one_crash_halves_the_batch():
     assert names(quarantine.release_suspects([])) == ["c"]
 
 
-def test_nothing_joins_a_suspect_that_is_to_be_alone():
+def test_no_job_starts_beside_a_suspect_that_must_run_alone():
     quarantine = Quarantine(max_num_seqs=4)
     assert names(quarantine.release_suspects([delivery("bad", crashes=2), delivery("new")])) == [
         "bad"
@@ -48,7 +48,7 @@ def test_nothing_joins_a_suspect_that_is_to_be_alone():
     assert names(quarantine.release_suspects([])) == ["new"]
 
 
-def test_the_crashing_job_is_found_in_few_crashes():
+def test_the_crashing_job_is_isolated_in_few_crashes():
     crashes = dict.fromkeys(range(64), 0)
     finished: set[int] = set()
     num_crashes = 0
@@ -79,7 +79,7 @@ def test_a_claim_after_held_jobs_starts_with_them_at_the_next_release():
     assert names(quarantine.release_suspects([])) == ["held", "new"]
 
 
-def test_a_cleared_quarantine_holds_nothing_and_starts_new_jobs():
+def test_a_cleared_quarantine_is_empty_and_starts_new_jobs():
     quarantine = Quarantine(max_num_seqs=1)
     quarantine.release_suspects([delivery("a", crashes=1), delivery("b", crashes=1)])
     quarantine.clear()
@@ -87,7 +87,7 @@ def test_a_cleared_quarantine_holds_nothing_and_starts_new_jobs():
     assert names(quarantine.release_suspects([delivery("c")])) == ["c"]
 
 
-def test_a_job_that_crashed_alone_stays_alone():
+def test_a_job_that_crashed_alone_runs_alone_again():
     quarantine = Quarantine(max_num_seqs=8)
     started = quarantine.release_suspects(
         [delivery("a"), delivery("bad", crashes=1, alone=True), delivery("b")]

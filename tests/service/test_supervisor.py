@@ -87,7 +87,7 @@ async def test_a_first_engine_that_does_not_load_is_an_error() -> None:
     assert not supervisor.started.is_set()
 
 
-async def test_a_first_engine_that_is_killed_while_it_loads_is_started_again(
+async def test_a_first_engine_killed_while_loading_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "RESTART_BACKOFF", Backoff(first_s=0.0))
@@ -100,7 +100,7 @@ async def test_a_first_engine_that_is_killed_while_it_loads_is_started_again(
     assert supervisor.started.is_set()
 
 
-async def test_the_starts_of_a_first_engine_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_restarts_of_a_first_engine_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RESTART_BACKOFF", Backoff(first_s=0.0))
     trace: list[str] = []
     hosts = [FakeHost(trace, loads=False, may_pass=True) for _ in range(9)]
@@ -110,7 +110,7 @@ async def test_the_starts_of_a_first_engine_are_bounded(monkeypatch: pytest.Monk
     assert trace.count("killed") == 5
 
 
-async def test_an_engine_that_cannot_load_ends_the_worker_also_after_one_that_was_killed(
+async def test_an_engine_that_cannot_load_ends_the_worker_after_a_killed_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "RESTART_BACKOFF", Backoff(first_s=0.0))
@@ -120,7 +120,7 @@ async def test_an_engine_that_cannot_load_ends_the_worker_also_after_one_that_wa
         await run(supervised(hosts), trace)
 
 
-async def test_a_dead_engine_is_replaced_after_its_jobs_were_given_back(
+async def test_a_dead_engine_is_replaced_after_its_jobs_were_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "RESTART_BACKOFF", Backoff(first_s=0.0))

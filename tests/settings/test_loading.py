@@ -27,7 +27,7 @@ def _problems(**flags: object) -> tuple[str, ...]:
     return caught.value.problems
 
 
-def test_the_defaults_work() -> None:
+def test_the_default_settings_are_valid() -> None:
     settings = load_settings()
     assert settings.queue_name == "smollm2-135m-instruct"
     # A service schedules by class and tenant; an engine used alone has neither.
@@ -92,7 +92,7 @@ def test_settings_that_contradict_each_other_are_reported_with_the_others() -> N
         ("stall_seconds", {"stall_seconds": 0.5}),
     ],
 )
-def test_a_setting_that_cannot_work_or_does_nothing_is_refused(
+def test_a_setting_that_is_impossible_or_without_effect_is_refused(
     name: str, changes: dict[str, object]
 ) -> None:
     (problem,) = _problems(**changes)
@@ -111,7 +111,9 @@ def test_a_setting_that_cannot_work_or_does_nothing_is_refused(
         {"cpu_offload_gib": 0.5},
     ],
 )
-def test_their_neighbours_are_taken(changes: dict[str, object]) -> None:
+def test_settings_just_within_the_refused_combinations_are_accepted(
+    changes: dict[str, object],
+) -> None:
     assert load_settings(changes, strict=False)
 
 
@@ -119,7 +121,9 @@ def test_their_neighbours_are_taken(changes: dict[str, object]) -> None:
     ("name", "url"),
     [("redis_url", "redis://localhost:1x/0"), ("database_url", "postgresql://localhost:1x/t")],
 )
-def test_what_asks_for_a_quoted_password_ends_with_that_question(name: str, url: str) -> None:
+def test_a_url_with_a_malformed_port_asks_whether_the_password_is_quoted(
+    name: str, url: str
+) -> None:
     (problem,) = _problems(**{name: url})
     assert problem.endswith("?")
 
@@ -175,24 +179,24 @@ def test_a_value_after_a_flag_without_one_is_refused_with_the_flag_that_switches
 @pytest.mark.parametrize(
     "name", [n for n in Settings.model_fields if n.endswith(("_seconds", "_days"))]
 )
-def test_no_time_is_longer_than_clocks_and_databases_can_count(name: str) -> None:
+def test_times_beyond_the_range_of_clocks_and_databases_are_refused(name: str) -> None:
     problems = _problems(**{name: "1e16"})
     flag = f"--{name.replace('_', '-')}"
     assert any(line.startswith(flag) and "at most" in line for line in problems), problems
 
 
-def test_a_late_heartbeat_must_not_cost_the_lease() -> None:
+def test_a_heartbeat_interval_too_close_to_the_lease_is_refused() -> None:
     assert "at most half" in _problems(lease_seconds="6", heartbeat_seconds="5")[0]
 
 
-def test_an_unknown_variable_without_a_neighbour_gets_no_suggestion(
+def test_an_unknown_variable_without_a_similar_setting_gets_no_suggestion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TOKENMILL_ZZZZ", "1")
     assert _problems() == ("TOKENMILL_ZZZZ is not a setting",)
 
 
-def test_empty_and_none_mean_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_and_none_leave_a_setting_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENMILL_LEASE_SECONDS", "")
     monkeypatch.setenv("TOKENMILL_NUM_BLOCKS", "none")
     settings = load_settings({"metrics_port": "none"})
@@ -203,7 +207,7 @@ def test_empty_and_none_mean_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_text_that_is_unset_is_empty_in_a_child_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unset_text_stays_unset_in_a_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = load_settings({"key_prefix": "", "metrics_host": "none"})
     assert (empty.key_prefix, empty.metrics_host, load_settings({"queue": "none"}).queue) == (
         "",
@@ -221,7 +225,7 @@ def test_each_engine_setting_is_a_setting_with_a_help_text(name: str) -> None:
     assert Settings.model_fields[name].description
 
 
-def test_a_child_loads_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_process_loads_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENMILL_LOG_LEVEL", "debug")
     before = load_settings(
         {"policy": "priority", "prefix_cache": "false", "num_blocks": "64", "queue": "q"}
@@ -243,7 +247,7 @@ def test_a_child_loads_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> Non
         "redis+cluster://a:1,b:2",
     ],
 )
-def test_every_kind_of_redis_address(url: str) -> None:
+def test_every_kind_of_redis_address_is_accepted(url: str) -> None:
     assert load_settings({"redis_url": url}).redis_url == url
 
 

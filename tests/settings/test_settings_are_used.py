@@ -48,7 +48,7 @@ def test_every_setting_is_read(name: str) -> None:
     assert name in read_names(), f"nothing in worker/ reads the setting {name}"
 
 
-def test_the_search_can_fail() -> None:
+def test_a_name_that_is_never_read_is_detected() -> None:
     assert "max_wishes" not in read_names()
     assert set(
         _attributes(ast.parse("self.a; settings.b; self._settings.c; x.d"), with_self=False)
@@ -71,7 +71,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_setting_reaches_the_queue(name: str) -> None:
+def test_settings_of_the_queue_are_passed_to_it(name: str) -> None:
     value, option, expected = CHANGED[name]
     assert getattr(stream_options(load_settings({name: value}, strict=False)), option) == expected
 

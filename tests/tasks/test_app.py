@@ -14,11 +14,11 @@ from tokenmill_worker.tasks.app import broker_url
         ("unix:///run/r.sock", "redis+socket:///run/r.sock"),
     ],
 )
-def test_the_queue_s_server_in_celery_s_spelling(queue: str, broker: str) -> None:
+def test_the_broker_url_is_the_queue_s_server_in_celery_s_spelling(queue: str, broker: str) -> None:
     assert broker_url(load_settings({"redis_url": queue})) == broker
     assert broker_url(load_settings({"tasks_broker_url": queue})) == broker
 
 
-def test_a_cluster_is_no_broker() -> None:
+def test_a_cluster_as_broker_is_refused() -> None:
     with pytest.raises(SettingsError, match="TOKENMILL_TASKS_BROKER_URL"):
         broker_url(load_settings({"redis_url": "redis+cluster://h"}))

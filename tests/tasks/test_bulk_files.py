@@ -60,7 +60,7 @@ def test_a_file_that_cannot_be_read_fails_with_one_sentence(
     assert not any(record.exc_info for record in caplog.records)
 
 
-def test_files_take_half_of_the_threads_at_most(sqlite_url: str) -> None:
+def test_imports_take_at_most_half_of_the_threads(sqlite_url: str) -> None:
     """A file without a free thread of its kind frees the one it has for webhooks and upkeep, and is
     retried later.
     """

@@ -79,7 +79,7 @@ def watched(redis_url: str, sqlite_url: str, allowed_keys: list[str]) -> Iterato
     made.resources.engine.dispose()
 
 
-def test_a_consumer_that_stands_still_although_its_broker_answers_is_to_be_restarted(
+def test_a_stuck_consumer_with_a_reachable_broker_fails_the_liveness_probe(
     watched: ServedHealth,
 ) -> None:
     eventually(lambda: set(ask(watched.port, "/readyz")[1]) == {"consumer"})
@@ -90,7 +90,7 @@ def test_a_consumer_that_stands_still_although_its_broker_answers_is_to_be_resta
     assert re.search("stood still for 181 s", wrong["stuck"])
 
 
-def test_a_beat_that_has_ended_is_to_be_restarted(watched: ServedHealth) -> None:
+def test_an_ended_beat_fails_the_liveness_probe(watched: ServedHealth) -> None:
     watched.beats = False
     assert ask(watched.port, "/livez") == (503, {"beat": "its thread has ended"})
 
@@ -144,7 +144,7 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-def test_a_broker_that_goes_away_makes_it_unready_and_no_more(
+def test_an_unreachable_broker_fails_only_the_readiness_probe(
     make_valkey: Callable[..., ControlledValkey], sqlite_url: str, tmp_path: Path
 ) -> None:
     server, port = make_valkey(), free_port()
@@ -175,7 +175,7 @@ def test_a_broker_that_goes_away_makes_it_unready_and_no_more(
 
 
 @pytest.mark.slow
-def test_a_port_that_is_taken_is_one_sentence(
+def test_a_taken_port_is_an_error_of_one_sentence(
     redis_url: str, sqlite_url: str, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

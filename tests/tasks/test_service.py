@@ -75,7 +75,7 @@ def die(process: "subprocess.Popen[bytes]") -> None:
     process.wait(60)
 
 
-async def test_webhooks_and_bulk_files(
+async def test_the_tasks_process_delivers_webhooks_and_imports_files(
     redis_url: str, sqlite_url: str, tmp_path: Path, allowed_keys: list[str]
 ) -> None:
     import asyncio
@@ -145,7 +145,9 @@ def _answer_a_file(redis_url: str, database: str, folder: Path) -> None:
     assert len((folder / "out.errors.jsonl").read_text().splitlines()) == 1
 
 
-def test_it_ends_though_its_broker_was_never_there(sqlite_url: str, tmp_path: Path) -> None:
+def test_the_tasks_process_ends_though_its_broker_was_never_reachable(
+    sqlite_url: str, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     with tasks(f"redis://127.0.0.1:{free_port()}/0", sqlite_url, log) as process:
         eventually(lambda: "Cannot connect" in log.read_text() and "beat" in log.read_text())

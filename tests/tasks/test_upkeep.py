@@ -39,7 +39,7 @@ def sums(engine: sa.Engine) -> list[tuple[Any, ...]]:
         return [tuple(row) for row in connection.execute(sa.text(statement))]
 
 
-def test_sums_are_those_of_the_rows(url: str, engine: sa.Engine) -> None:
+def test_daily_sums_equal_their_rows(url: str, engine: sa.Engine) -> None:
     days = (TODAY - 40, TODAY - 1, TODAY)
     jobs = [
         finished(f"a{day}-{n}", finished_ms=at(day, n), tenant=f"t{n % 2}")
@@ -52,7 +52,7 @@ def test_sums_are_those_of_the_rows(url: str, engine: sa.Engine) -> None:
     assert sums(engine) == sorted([*expected, (iso(TODAY), "acme", "failed", 1, 0, 0)])
 
 
-def test_making_a_day_again_changes_nothing_but_what_changed(url: str, engine: sa.Engine) -> None:
+def test_summing_a_day_again_updates_only_changed_sums(url: str, engine: sa.Engine) -> None:
     record(
         url,
         finished("a", finished_ms=at(TODAY)),
@@ -68,14 +68,14 @@ def test_making_a_day_again_changes_nothing_but_what_changed(url: str, engine: s
     assert sums(engine) == [(iso(TODAY), "acme", "succeeded", 2, 6, 40)]
 
 
-def test_days_that_were_missed_are_made_in_order(url: str, engine: sa.Engine) -> None:
+def test_missed_days_are_summed_in_order(url: str, engine: sa.Engine) -> None:
     RollUp(engine, clock(TODAY - 30)).recent()
     record(url, *(finished(f"a{day}", finished_ms=at(day)) for day in range(TODAY - 30, TODAY + 1)))
     made = RollUp(engine, clock()).recent()
     assert made == [iso(day) for day in range(TODAY - 30, TODAY + 1)]
 
 
-def test_what_is_recorded_late_is_found(url: str, engine: sa.Engine) -> None:
+def test_a_row_recorded_late_is_found_by_reconcile(url: str, engine: sa.Engine) -> None:
     record(url, finished("a", finished_ms=at(TODAY - 20)), finished("b", finished_ms=at(TODAY)))
     roll_up = RollUp(engine, clock())
     roll_up.recent()
@@ -86,7 +86,7 @@ def test_what_is_recorded_late_is_found(url: str, engine: sa.Engine) -> None:
     assert [row[3] for row in sums(engine)] == [2, 1]
 
 
-def test_a_day_whose_only_row_a_redrive_moved_is_emptied(url: str, engine: sa.Engine) -> None:
+def test_a_day_whose_only_row_was_redriven_has_no_sum(url: str, engine: sa.Engine) -> None:
     """The day is found by `reconcile` alone before `recent`'s window, by `recent` inside it."""
     for age in (1, 20):
         died, now = TODAY - age, clock(TODAY - age + 0.5)
@@ -104,7 +104,7 @@ def test_a_day_whose_only_row_a_redrive_moved_is_emptied(url: str, engine: sa.En
     results.close()
 
 
-def test_a_day_that_lost_one_row_and_got_another_is_made_again(url: str, engine: sa.Engine) -> None:
+def test_a_day_with_a_replaced_row_is_summed_again(url: str, engine: sa.Engine) -> None:
     """The day has as many jobs as before."""
     record(url, failed("a", status=JobStatus.DEAD, finished_ms=at(TODAY - 20)))
     roll_up = RollUp(engine, clock())
@@ -126,7 +126,7 @@ def retention(engine: sa.Engine, **limits: Any) -> Retention:
     return Retention(engine, Limits(batch=3, pause_s=0, **limits), RollUp(engine, clock()), clock())
 
 
-def test_payloads_are_removed_first_then_the_job(url: str, engine: sa.Engine) -> None:
+def test_retention_removes_payloads_before_jobs(url: str, engine: sa.Engine) -> None:
     record(url, *(finished(f"a{n}", finished_ms=at(TODAY - n)) for n in range(20)))
     said = {
         "prompt": "a secret",
@@ -166,7 +166,9 @@ def test_payloads_are_removed_first_then_the_job(url: str, engine: sa.Engine) ->
     )
 
 
-def test_usage_goes_by_whole_days_and_its_sums_stay(url: str, engine: sa.Engine) -> None:
+def test_usage_rows_are_removed_by_whole_days_and_their_sums_stay(
+    url: str, engine: sa.Engine
+) -> None:
     jobs = [
         finished(f"a{day}-{n}", finished_ms=at(TODAY - day, n))
         for day in range(12)
@@ -185,7 +187,7 @@ def test_usage_goes_by_whole_days_and_its_sums_stay(url: str, engine: sa.Engine)
     ]
 
 
-def test_a_removal_that_was_broken_off_does_not_spoil_the_sums(url: str, engine: sa.Engine) -> None:
+def test_an_interrupted_removal_does_not_change_the_sums(url: str, engine: sa.Engine) -> None:
     record(url, *(finished(f"a{n}", finished_ms=at(TODAY - 30, n)) for n in range(10)))
     roll_up = RollUp(engine, clock())
     roll_up.seal(iso(TODAY - 30))
@@ -200,7 +202,7 @@ def test_a_removal_that_was_broken_off_does_not_spoil_the_sums(url: str, engine:
     assert [row[3] for row in sums(engine)] == [10]
 
 
-def test_nothing_is_removed_unless_asked_for(url: str, engine: sa.Engine) -> None:
+def test_without_retention_settings_no_row_is_removed(url: str, engine: sa.Engine) -> None:
     record(url, finished("old", finished_ms=1))
     assert retention(engine).run() == Removed()
     assert rows(url, "SELECT count(*) AS n FROM jobs WHERE result IS NOT NULL") == [{"n": 1}]
@@ -209,7 +211,7 @@ def test_nothing_is_removed_unless_asked_for(url: str, engine: sa.Engine) -> Non
 @pytest.mark.parametrize(
     ("state", "goes"), [("delivered", True), ("dead", True), ("pending", False), ("sending", False)]
 )
-def test_webhooks_that_are_over_go(sqlite_url: str, state: str, goes: bool) -> None:
+def test_ended_webhooks_are_removed(sqlite_url: str, state: str, goes: bool) -> None:
     from tests.tasks.support import with_webhook
     from tokenmill.sql.engine import open_engine
 
@@ -221,7 +223,7 @@ def test_webhooks_that_are_over_go(sqlite_url: str, state: str, goes: bool) -> N
     engine.dispose()
 
 
-def test_two_roll_ups_at_once_leave_one_set_of_sums(url: str, engine: sa.Engine) -> None:
+def test_concurrent_roll_ups_leave_one_set_of_sums(url: str, engine: sa.Engine) -> None:
     import threading
 
     record(url, *(finished(f"a{n}", finished_ms=at(TODAY, n)) for n in range(5)))

@@ -34,7 +34,9 @@ def asked_by_the_engine(observer: JobTelemetry) -> None:
         lambda observer: observer.left(["job"], "handed_over"),
     ],
 )
-async def test_every_step_is_counted_at_its_own_time(ask: Callable[[JobTelemetry], None]) -> None:
+async def test_tokens_are_counted_at_the_time_of_their_step(
+    ask: Callable[[JobTelemetry], None],
+) -> None:
     metrics, clock = Metrics(), count(STEP_NS, STEP_NS)
     observer = JobTelemetry(metrics, None, queue="q", worker_id="w1", clock_ns=lambda: next(clock))
     job = await admit()

@@ -68,7 +68,7 @@ def value(text: str, name: str, **labels: str) -> float:
     return sum(found)
 
 
-async def test_log_lines_are_json_name_the_job_and_hold_no_text(
+async def test_log_lines_are_json_with_job_ids_and_without_text(
     redis_url: str, tmp_path: Path, json_log: io.StringIO
 ) -> None:
     database = database_url(tmp_path)
@@ -97,7 +97,7 @@ async def test_log_lines_are_json_name_the_job_and_hold_no_text(
     assert answers[0].text[:12] not in json_log.getvalue()
 
 
-async def test_numbers_move_with_the_work(redis_url: str, tmp_path: Path) -> None:
+async def test_metrics_and_status_change_with_finished_jobs(redis_url: str, tmp_path: Path) -> None:
     database = database_url(tmp_path)
     options: dict[str, Any] = {"model": "synthetic?step_ms=5", "heartbeat_seconds": 0.1}
     async with (
@@ -172,7 +172,7 @@ async def test_refused_tokens_and_failed_calls_are_counted(queue: Queue) -> None
     ]
 
 
-async def test_a_read_that_fails_in_any_way_is_logged_once_and_tried_again(
+async def test_a_failing_read_of_the_queue_is_logged_once_and_repeated(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Odd(AsyncClient):

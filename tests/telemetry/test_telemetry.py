@@ -38,7 +38,7 @@ def log_to() -> Iterator[Callable[..., io.StringIO]]:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_prompts_are_logged_only_where_it_is_allowed(
+def test_prompts_are_logged_only_with_the_setting(
     form: str, log_to: Callable[..., io.StringIO]
 ) -> None:
     for allowed in (False, True):
@@ -50,7 +50,7 @@ def test_prompts_are_logged_only_where_it_is_allowed(
         assert "j1" in stream.getvalue()
 
 
-def test_json_lines_are_json_whatever_is_in_them(log_to: Callable[..., io.StringIO]) -> None:
+def test_json_log_lines_are_valid_json_with_any_content(log_to: Callable[..., io.StringIO]) -> None:
     stream = log_to("json", context={"worker": "w1"})
     logging.getLogger("x").warning("line\nbreak %s", "é", extra={"odd": object()})
     try:
@@ -91,7 +91,7 @@ def test_a_log_line_holds_no_control_character(
     "value",
     ["a b=c", 'a" b=c', "a\\", 'a\\" b=c', "a\n b=c", "a\tb=c", "a\u00a0b=c", "=", "", "a\x1bb"],
 )
-def test_a_log_value_forges_no_field(value: str, log_to: Callable[..., io.StringIO]) -> None:
+def test_a_log_value_cannot_forge_a_field(value: str, log_to: Callable[..., io.StringIO]) -> None:
     stream = log_to("text")
     logging.getLogger("x").info("done", extra={"tenant": value, "tokens": 4})
     _, _, words = stream.getvalue().rstrip("\n").partition("x: done ")
@@ -102,7 +102,7 @@ def test_a_log_value_forges_no_field(value: str, log_to: Callable[..., io.String
     assert (read, second) == (value, "tokens=4")
 
 
-def test_a_watchdog_reports_a_problem_when_it_is_overdue() -> None:
+def test_an_overdue_watchdog_reports_a_problem() -> None:
     now = [100.0]
     watchdog = Watchdog("claim", 5.0, clock=lambda: now[0])
     now[0] = 104.0
@@ -156,7 +156,7 @@ def test_errors_are_counted_by_code() -> None:
     assert metrics.registry.get_sample_value("tokenmill:job_errors_total", labels) == 2.0
 
 
-def test_two_workers_in_one_process_do_not_meet() -> None:
+def test_two_workers_in_one_process_have_separate_metrics() -> None:
     one, two = Metrics(), Metrics()
     one.left.labels("lost").inc()
     labels = {"queue": "", "model_name": "", "reason": "lost"}
@@ -167,7 +167,7 @@ def test_two_workers_in_one_process_do_not_meet() -> None:
     assert values == [1.0, 0.0]
 
 
-def test_a_fast_histogram_is_read_by_prometheus() -> None:
+def test_prometheus_reads_a_fast_histogram() -> None:
     metrics = Metrics()
     histogram = metrics.inter_token.of("bulk")
     histogram.observe(0.01)
@@ -216,7 +216,7 @@ async def _get(server: HealthServer, request: str) -> tuple[int, str]:
     return int(head.split()[1]), body
 
 
-async def test_health_names_what_fails_and_whether_a_restart_helps(
+async def test_health_pages_name_failing_checks_and_whether_a_restart_helps(
     watched: tuple[HealthServer, dict[str, str | None]],
 ) -> None:
     server, problems = watched
@@ -239,7 +239,7 @@ async def test_health_names_what_fails_and_whether_a_restart_helps(
     assert await look() == [503, 503, 503]
 
 
-async def test_the_server_answers_only_what_it_serves(
+async def test_the_health_server_refuses_unknown_paths_and_methods(
     watched: tuple[HealthServer, dict[str, str | None]],
 ) -> None:
     server, _ = watched
@@ -252,7 +252,7 @@ async def test_the_server_answers_only_what_it_serves(
     assert await _get(server, "HEAD /livez HTTP/1.1\r\n\r\n") == (200, "")
 
 
-def test_a_check_that_breaks_has_failed() -> None:
+def test_a_health_check_that_raises_counts_as_failed() -> None:
     def broken() -> str | None:
         raise LookupError("gone")
 

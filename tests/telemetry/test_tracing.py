@@ -139,7 +139,7 @@ async def test_a_job_s_trace_goes_from_its_producer_to_its_row(
 
 
 @pytest.mark.redis
-async def test_every_worker_that_had_the_job_is_in_its_trace(
+async def test_the_trace_of_a_job_has_a_span_of_every_worker_that_had_it(
     redis_url: str, tmp_path: Path, collector: Collector
 ) -> None:
     database = database_url(tmp_path)
@@ -206,7 +206,7 @@ def test_a_malformed_traceparent_begins_a_new_trace(
     assert all(span.parent is None for span in exporter.get_finished_spans() if span.name == "job")
 
 
-def test_a_producer_that_did_not_sample_is_heeded(
+def test_a_job_whose_producer_did_not_sample_is_not_traced(
     memory: tuple[TracerProvider, InMemorySpanExporter],
 ) -> None:
     provider, exporter = memory
@@ -217,7 +217,7 @@ def test_a_producer_that_did_not_sample_is_heeded(
     assert not exporter.get_finished_spans()
 
 
-def test_without_the_package_everything_but_tracing_works() -> None:
+def test_without_the_opentelemetry_package_only_tracing_is_missing() -> None:
     program = """
 import sys
 class Missing:
@@ -244,6 +244,6 @@ else:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_an_endpoint_that_is_no_url_stops_the_start() -> None:
+def test_an_invalid_otel_endpoint_is_refused_at_the_start() -> None:
     with pytest.raises(SettingsError, match="otel-endpoint"):
         load_settings({"otel_endpoint": "collector:4318"}, strict=False)

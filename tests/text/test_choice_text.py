@@ -42,7 +42,7 @@ def outputs(draw):
 
 
 @given(outputs())
-def test_text_is_the_whole_text_up_to_its_first_stop_string(output):
+def test_the_text_ends_before_its_first_stop_string(output):
     tokenizer, ids, stops = output
     stream = stream_of(tokenizer, ids, stops)
     stream.close()
@@ -91,7 +91,7 @@ def test_replay_at_every_point_equals_an_undisturbed_run(output, close):
         assert state(resumed) == state(undisturbed)
 
 
-def test_tokens_after_the_stop_string_are_nothing():
+def test_tokens_after_the_stop_string_are_ignored():
     tokenizer = byte_level()
     stream = stream_of(tokenizer, list(b"one\ntwo"), ["\n"])
     assert (stream.text, bytes(stream.token_ids)) == ("one", b"one\n")
@@ -100,13 +100,13 @@ def test_tokens_after_the_stop_string_are_nothing():
     assert bytes(stream.token_ids) == b"one\n"
 
 
-def test_stop_strings_count_from_min_tokens_on():
+def test_stop_strings_before_min_tokens_are_ignored():
     tokenizer = byte_level()
     stream = stream_of(tokenizer, list(b"a.b.c.d"), ["."], min_tokens=4)
     assert (stream.text, len(stream.token_ids)) == ("a.b", 4)
 
 
-def test_what_is_held_back_ends_with_the_answer_or_stands_after_it():
+def test_held_back_text_belongs_to_the_last_token_or_to_the_rest():
     for with_last, ends, rest in ((True, (1, 4), ""), (False, (1, 1), "##\ufffd")):
         stream = TextStream(byte_level().detokenizer(), ["##!"])
         stream.push(ord("x"))
@@ -128,7 +128,7 @@ def test_the_flushed_end_may_complete_a_stop_string():
 
 
 @pytest.mark.timeout(600)
-def test_a_stop_string_that_no_token_border_respects():
+def test_a_stop_string_across_token_borders_is_found():
     tokenizer = smollm2()
     text = "Sure! Here is a list:\n1. apples\n2. pears"
     ids = tokenizer.encode(text)
@@ -139,7 +139,7 @@ def test_a_stop_string_that_no_token_border_respects():
 
 
 @pytest.mark.parametrize("load", [byte_level, gemma3, smollm2])
-def test_an_echoed_prompt_stands_before_the_first_token_and_no_stop_is_found_in_it(load):
+def test_an_echoed_prompt_precedes_the_answer_and_is_not_searched_for_stops(load):
     tokenizer = load()
     prompt, answer = tokenizer.encode("é stop here"), tokenizer.encode(" and on")
     stream = TextStream(tokenizer.detokenizer(), ("stop", "and o"))
@@ -153,7 +153,7 @@ def test_an_echoed_prompt_stands_before_the_first_token_and_no_stop_is_found_in_
     assert stream.pieces[0].startswith(tokenizer.decode(prompt))
 
 
-def test_an_echo_without_an_answer_is_the_rest():
+def test_an_echoed_prompt_without_an_answer_is_the_rest():
     stream = TextStream(byte_level().detokenizer())
     assert stream.echo(b"hi\xc3") == (1, 2, 2)
     stream.close(with_last_token=False)

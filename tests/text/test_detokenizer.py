@@ -24,14 +24,14 @@ def pieces_of(tokenizer, ids):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-def test_all_pieces_together_are_what_the_tokenizer_decodes(family, data):
+def test_the_pieces_join_to_the_tokenizer_s_decoded_text(family, data):
     tokenizer = family()
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("make", REAL)
-def test_real_tokenizers_on_random_ids_and_on_random_bytes(make):
+def test_pieces_of_random_ids_and_bytes_join_to_real_tokenizers_text(make):
     tokenizer = make()
     vocabulary = tokenizers.vocabulary(tokenizer)
     bare_bytes = [i for i, text in enumerate(vocabulary) if len(text) == 1] or list(range(256))
@@ -69,7 +69,7 @@ def is_broken(text):
         "ﬁ\x00\x7f\ufffd!",
     ],
 )
-def test_text_that_was_encoded_comes_back_in_whole_characters(make, text):
+def test_encoded_text_is_returned_in_whole_characters(make, text):
     tokenizer = make()
     ids = tokenizer.encode(text)
     pieces = pieces_of(tokenizer, ids)
@@ -79,7 +79,7 @@ def test_text_that_was_encoded_comes_back_in_whole_characters(make, text):
 
 
 @pytest.mark.parametrize("make", [*FAMILIES, *REAL])
-def test_returned_text_is_never_taken_back(make):
+def test_returned_text_is_never_revised(make):
     """Each prefix of the tokens, decoded as a whole, begins with the text before its last token."""
     tokenizer = make()
     draw = random.Random(1)
@@ -113,7 +113,7 @@ def test_an_invalid_run_of_byte_tokens_is_returned_as_soon_as_it_is_invalid():
     assert tokenizer.decode(ids) == REPLACEMENT * 3
 
 
-def test_special_tokens_leave_no_trace_and_added_ones_do():
+def test_special_tokens_give_no_text_and_added_tokens_do():
     for make in FAMILIES:
         tokenizer = make()
         find = tokenizer._tokenizer.convert_tokens_to_ids
@@ -121,13 +121,13 @@ def test_special_tokens_leave_no_trace_and_added_ones_do():
         assert "".join(pieces_of(tokenizer, ids)) == "b<user>"
 
 
-def test_a_leading_space_is_cut_once_only():
+def test_a_leading_space_is_removed_once():
     tokenizer = tokenizers.llama_like()
     assert "".join(pieces_of(tokenizer, tokenizer.encode("  a a"))) == "  a a"
     assert tokenizer._tokenizer.decode(tokenizer.encode("  a a")) == "  a a"
 
 
-def test_the_window_stays_short_whatever_comes():
+def test_the_decoding_window_stays_short():
     calls = []
 
     def decode(ids):

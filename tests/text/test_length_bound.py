@@ -71,12 +71,12 @@ def tokenizer(request):
 
 @given(text=TEXTS | st.text(max_size=60))
 @settings(max_examples=100, deadline=None)
-def test_no_encoding_is_shorter(tokenizer, text):
+def test_no_encoding_is_shorter_than_the_bound(tokenizer, text):
     assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
 
 
 @pytest.mark.parametrize("text", ["", "a", " " * 5000, "abcabc" * 50, "<user>" * 40, "é日" * 30])
-def test_no_encoding_of_a_long_run_is_shorter(tokenizer, text):
+def test_no_encoding_of_a_long_run_is_shorter_than_the_bound(tokenizer, text):
     assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
 
 
@@ -84,12 +84,12 @@ def test_no_encoding_of_a_long_run_is_shorter(tokenizer, text):
 @pytest.mark.parametrize(
     "text", ["😀", "日本語", "some words of a text, ", "7", "e\u0301", "a", " "]
 )
-def test_the_least_is_a_sixteenth_of_the_tokens_or_more(make, text):
+def test_the_bound_is_at_least_a_sixteenth_of_the_tokens(make, text):
     long = text * 30_000
     assert make().least_tokens(long) > len(make().encode(long)) / 16
 
 
-def test_a_text_that_is_composed_has_a_bound_where_nothing_in_it_joins():
+def test_a_text_has_a_bound_under_normalisation_only_if_no_character_joins():
     assert composing().least_tokens("🙂" * 100_000) > 49_000
     assert composing().least_tokens("e\u0301" * 1000) == 0
 
@@ -111,7 +111,7 @@ def test_a_tokenizer_that_removes_joins_or_rewrites_text_has_no_bound():
     assert read_bound(unknown) is None
 
 
-def test_the_inert_characters_neither_join_nor_change():
+def test_inert_characters_are_unchanged_by_normalisation():
     """Composition leaves them alone, and none of them joins what stands before it."""
     inert = {chr(point) for start, end in _INERT for point in range(start, end)}
     for letter in inert:

@@ -32,7 +32,7 @@ def tokenizer(request):
 
 @given(prompt=TEXTS, following=st.lists(PIECES, min_size=1, max_size=4).map("".join))
 @settings(max_examples=100, deadline=None)
-def test_the_tail_and_what_follows_have_the_tokens_of_the_whole(tokenizer, prompt, following):
+def test_tail_and_continuation_have_the_tokens_of_the_whole_text(tokenizer, prompt, following):
     ids = tokenizer.encode(prompt, special=True)
     start, count = tokenizer.tail_of(prompt, ids, special=True)
     assert start <= max(0, len(prompt) - MIN_CHARS)

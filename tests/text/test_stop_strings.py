@@ -27,7 +27,7 @@ def split(text, sizes):
 
 
 @given(LETTERS, STOPS, st.lists(st.integers(0, 5), max_size=30))
-def test_any_cutting_into_pieces_gives_what_the_whole_text_gives(text, stops, sizes):
+def test_text_in_any_pieces_is_cut_like_the_whole_text(text, stops, sizes):
     finder = StopFinder(stops)
     given_out = "".join(finder.push(piece) for piece in split(text, sizes))
     expected = cut(text, stops)
@@ -42,7 +42,7 @@ def test_any_cutting_into_pieces_gives_what_the_whole_text_gives(text, stops, si
 
 
 @given(LETTERS, STOPS)
-def test_holds_back_exactly_what_may_become_a_stop_string(text, stops):
+def test_exactly_the_possible_beginning_of_a_stop_string_is_held_back(text, stops):
     finder = StopFinder(stops)
     seen = given_out = ""
     for letter in text:
@@ -67,24 +67,24 @@ def test_a_stop_string_across_many_pieces_is_cut_exactly():
     assert finder.stopped
 
 
-def test_the_stop_string_that_is_complete_first_wins_however_the_text_comes():
+def test_the_stop_string_that_completes_first_cuts_the_text():
     for pieces in (["xabcd"], list("xabcd")):
         finder = StopFinder(["abcd", "bc"])
         assert "".join(finder.push(piece) for piece in pieces) == "xa"
 
 
-def test_of_two_complete_at_once_the_longer_wins():
+def test_of_two_stop_strings_completed_at_once_the_longer_cuts():
     finder = StopFinder(["b", "ab"])
     assert finder.push("xab") == "x"
 
 
-def test_a_beginning_that_fails_is_given_back_and_may_begin_again_inside_itself():
+def test_a_failed_beginning_is_returned_and_may_restart_inside_itself():
     finder = StopFinder(["aab"])
     assert [finder.push(letter) for letter in "aaab"] == ["", "", "a", ""]
     assert finder.stopped
 
 
-def test_a_long_hopeful_beginning_costs_no_second_look():
+def test_a_long_possible_beginning_is_searched_in_linear_time():
     finder = StopFinder(["a" * 1000 + "b"] * 3)
     text = "".join(finder.push("a") for _ in range(20_000))  # quadratic work would take minutes
     assert len(text) == 20_000 - 1000

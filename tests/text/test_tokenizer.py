@@ -21,7 +21,7 @@ def encode_chat(tokenizer: Tokenizer, chat: tuple[Message, ...]) -> tuple[int, .
     return tokenizer.encode(tokenizer.template.render(chat))
 
 
-async def test_a_chat_is_what_transformers_makes_of_it():
+async def test_an_encoded_chat_equals_transformers():
     theirs = AutoTokenizer.from_pretrained(str(resolve("smollm2-135m-instruct")))
     expected = theirs.apply_chat_template(
         [{"role": m.role, "content": m.content} for m in CHAT],
@@ -32,7 +32,7 @@ async def test_a_chat_is_what_transformers_makes_of_it():
     assert smollm2().template.render(CHAT).endswith("<|im_start|>assistant\n")
 
 
-async def test_a_prompt_gets_the_models_own_beginning():
+async def test_a_prompt_begins_with_the_model_s_special_tokens():
     assert gemma3().encode("Hello", special=True)[0] == 2  # <bos>
     ids = smollm2().encode("Hello world", special=True)
     assert smollm2().decode(ids) == "Hello world"
@@ -40,7 +40,7 @@ async def test_a_prompt_gets_the_models_own_beginning():
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("make", [byte_level, llama_like, metaspace, smollm2, gemma3])
-def test_ids_are_those_that_transformers_gives(make, special):
+def test_token_ids_equal_transformers(make, special):
     tokenizer = make()
     for text in (
         "",
@@ -62,7 +62,7 @@ async def test_no_template_and_a_refusing_template_are_errors_of_one_sentence():
         encode_chat(strict, CHAT)
 
 
-async def test_a_given_template_replaces_the_models_own():
+async def test_a_given_template_replaces_the_model_s():
     other = Tokenizer(
         byte_level()._tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}!"
     )
@@ -95,13 +95,13 @@ def test_other_threads_run_while_a_text_is_tokenised():
     assert num_turns > 300_000
 
 
-def test_end_of_sequence_ids():
+def test_end_of_sequence_ids_are_read_from_the_tokenizer():
     assert smollm2().eos_token_ids == {2}
     assert gemma3().eos_token_ids == {1}
 
 
 @pytest.mark.parametrize("make", [byte_level, llama_like, smollm2, gemma3])
-def test_the_vocabulary_spells_every_text(make):
+def test_the_vocabulary_s_bytes_spell_every_text(make):
     tokenizer = make()
     vocabulary = vocabulary_of(tokenizer)
     assert len(vocabulary) == tokenizer.vocab_size

@@ -54,7 +54,7 @@ def folder(tmp_path):
     ("model_type", "named"),
     [(kind, named) for kind, names in AS_NAMED.items() for named in sorted(names)],
 )
-def test_by_name_is_what_transformers_chooses(folder, model_type, named, suffix):
+def test_the_class_chosen_by_name_equals_transformers(folder, model_type, named, suffix):
     where = folder(model_type, named + suffix)
     chosen = AutoTokenizer.from_pretrained(where, local_files_only=True)
     ours = Tokenizer.load(where)._tokenizer
@@ -64,14 +64,14 @@ def test_by_name_is_what_transformers_chooses(folder, model_type, named, suffix)
 
 
 @pytest.mark.parametrize("named", ["TokenizersBackend", "LlamaTokenizer", "Unheard"])
-def test_where_transformers_has_rules_of_its_own_it_decides(folder, named):
+def test_transformers_own_rules_override_the_named_class(folder, named):
     where = folder("qwen2", named)  # whatever Qwen2's folders name, they get Qwen2's class
     assert type(Tokenizer.load(where)._tokenizer).__name__ == "Qwen2Tokenizer"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["smollm2-135m-instruct", "gemma3-270m"])
-def test_a_real_models_tokenizer_costs_no_torch(model):
+def test_a_real_model_s_tokenizer_loads_without_torch(model):
     where = str(resolve(model))
     said = subprocess.run(
         [sys.executable, "-c", LOADS, where],
@@ -84,9 +84,7 @@ def test_a_real_models_tokenizer_costs_no_torch(model):
     assert said.stdout.split() == [type(chosen).__name__, "False"]
 
 
-def test_a_tokenizer_with_code_of_its_own_is_loaded_where_that_is_trusted(
-    folder, tmp_path, monkeypatch
-):
+def test_a_tokenizer_with_its_own_code_is_loaded_only_if_trusted(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )

@@ -62,7 +62,7 @@ def codes_in(path: Path) -> set[str]:
     return found
 
 
-def test_the_table_has_every_code_of_a_line_that_is_no_job_and_no_other() -> None:
+def test_the_table_has_exactly_the_codes_of_refused_lines() -> None:
     refusals = {code for code, says in table().items() if "worker refused" not in says} - {
         VIOLATION
     }
@@ -70,13 +70,13 @@ def test_the_table_has_every_code_of_a_line_that_is_no_job_and_no_other() -> Non
 
 
 @pytest.mark.parametrize("code", ["invalid_request", "context_length_exceeded", "model_not_found"])
-def test_what_the_worker_refused_is_a_bad_request(code: str) -> None:
+def test_a_job_refused_by_the_worker_has_status_400_or_404(code: str) -> None:
     says = table()[code]
     assert "worker refused" in says
     assert answered(code) == (404 if code == "model_not_found" else 400)
 
 
-def test_no_other_code_of_a_job_is_a_bad_request() -> None:
+def test_every_other_job_error_has_status_500() -> None:
     """Every code that the guide's table does not name is answered with status 500."""
     named = {INTERNAL_ERROR, "engine_error", "corrupt_log"}
     of_jobs = set().union(*map(codes_in, WORKER_FILES)) | named

@@ -35,7 +35,7 @@ async def collect(
     return await asyncio.to_thread(job_queries.collect, client, names, in_files)
 
 
-async def test_ends_come_with_their_results_and_the_unknown_are_named(
+async def test_ended_jobs_come_with_results_and_unknown_jobs_are_listed(
     client: Client, redis_url: str
 ) -> None:
     await asyncio.to_thread(job_queries.submit_jobs, client, [line(number) for number in range(5)])
@@ -52,7 +52,7 @@ async def test_ends_come_with_their_results_and_the_unknown_are_named(
     await close_queue(queue)
 
 
-async def test_collected_jobs_leave_the_queue_soon(client: Client, redis_url: str) -> None:
+async def test_collected_jobs_expire_in_the_queue_soon(client: Client, redis_url: str) -> None:
     await asyncio.to_thread(job_queries.submit_jobs, client, [line(number) for number in range(3)])
     queue = await finish(redis_url, 2)
     await collect(client, ["b-1", "b-2"], in_files=["b-0"])
@@ -62,7 +62,7 @@ async def test_collected_jobs_leave_the_queue_soon(client: Client, redis_url: st
     await close_queue(queue)
 
 
-async def test_a_reply_that_is_full_leaves_the_rest_to_the_next(
+async def test_results_beyond_a_full_reply_come_with_the_next_call(
     client: Client, redis_url: str
 ) -> None:
     await asyncio.to_thread(job_queries.submit_jobs, client, [line(number) for number in range(4)])

@@ -53,14 +53,14 @@ def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-async def test_a_file_that_is_not_there_becomes_no_batch(shell: Shell, tmp_path: Path) -> None:
+async def test_a_missing_input_file_makes_no_batch(shell: Shell, tmp_path: Path) -> None:
     status, said, error = await shell("submit", tmp_path / "none.jsonl")
     assert (status, said) == (1, "")
     assert error.startswith("Error: cannot read ")
     assert await shell("list") == (0, "", "no batches\n")
 
 
-async def test_a_folder_that_is_not_there_is_named_and_not_made(
+async def test_a_missing_output_folder_is_refused_by_name_and_not_made(
     shell: Shell, tmp_path: Path
 ) -> None:
     path, folder = write_many(tmp_path / "in.jsonl", 3), tmp_path / "none"
@@ -74,7 +74,7 @@ async def test_a_folder_that_is_not_there_is_named_and_not_made(
 
 
 @pytest.mark.slow
-async def test_killed_in_the_middle_no_line_is_lost_or_written_twice(
+async def test_a_run_killed_half_way_and_resumed_writes_each_line_once(
     shell: Shell, redis_url: str, database: str, tmp_path: Path
 ) -> None:
     path, out = write_many(tmp_path / "in.jsonl", 600), tmp_path / "out.jsonl"
@@ -98,7 +98,7 @@ async def test_killed_in_the_middle_no_line_is_lost_or_written_twice(
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-async def test_an_interrupt_prints_how_to_resume(
+async def test_an_interrupted_command_prints_how_to_resume(
     shell: Shell, redis_url: str, database: str, tmp_path: Path, stop: signal.Signals
 ) -> None:
     path, out = write_many(tmp_path / "in.jsonl", 5), tmp_path / "out.jsonl"
@@ -121,7 +121,7 @@ def _num_queued(redis_url: str) -> int:
         return client.depth().num_queued
 
 
-async def test_submit_status_results_and_list(
+async def test_submit_status_results_and_list_show_one_batch(
     shell: Shell, redis_url: str, database: str, tmp_path: Path
 ) -> None:
     path, out = write_many(tmp_path / "in.jsonl", 12), tmp_path / "out.jsonl"
@@ -152,7 +152,9 @@ async def _completed(shell: Shell, batch: str) -> Any:
     raise TimeoutError
 
 
-async def test_cancel_and_its_status(shell: Shell, tmp_path: Path, allowed_keys: list[str]) -> None:
+async def test_a_cancelled_batch_has_the_status_cancelled(
+    shell: Shell, tmp_path: Path, allowed_keys: list[str]
+) -> None:
     allowed_keys.append("tm:{q}:*")  # no worker writes down what was cancelled
     batch = (await shell("submit", write_many(tmp_path / "in.jsonl", 4)))[1].strip()
     assert (await shell("cancel", batch))[1] == f"{batch} cancelled\n"
@@ -184,7 +186,7 @@ async def test_cancel_and_its_status(shell: Shell, tmp_path: Path, allowed_keys:
         (("cancel", "batch_none"), "no batch batch_none"),
     ],
 )
-def test_an_error_is_one_sentence_and_a_status(
+def test_each_command_error_is_one_sentence_and_an_exit_status(
     shell: Shell, tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:
     places = {

@@ -11,7 +11,9 @@ from tests.e2e.test_demo import Demo
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def test_it_is_killed_goes_on_and_answers_each_line_once(tmp_path: Path) -> None:
+def test_the_bulk_demonstration_is_killed_resumes_and_answers_each_line_once(
+    tmp_path: Path,
+) -> None:
     demo = Demo(tmp_path, "bulk", "--lines", "300")
     try:
         demo.wait_for("each line once")

@@ -81,7 +81,7 @@ def go_on(client: Client, store: BatchStore, path: Path, batch: Batch) -> Batch:
     return store.get(batch.id)
 
 
-def test_the_window_is_that_of_all_runs_together(
+def test_the_window_bounds_all_runs_of_an_import_together(
     any_client: Client, store: BatchStore, tmp_path: Path
 ) -> None:
     path = write_many(tmp_path / "in.jsonl", 40)
@@ -97,7 +97,9 @@ def test_the_window_is_that_of_all_runs_together(
     assert any_client.depth().num_queued == 0
 
 
-def test_each_line_is_counted_once(any_client: Client, store: BatchStore, tmp_path: Path) -> None:
+def test_an_import_counts_each_line_once(
+    any_client: Client, store: BatchStore, tmp_path: Path
+) -> None:
     path = write(tmp_path / "in.jsonl", [chat(f"line-{number}") for number in range(30)])
     batch = begin(any_client, store, path)
     end(any_client, batch, range(4, WINDOW + 1))  # the first three are still open
@@ -123,7 +125,7 @@ def end(client: Client, batch: Batch, lines: range) -> None:
         client.cancel(job_id(batch.id, line))
 
 
-def test_what_waits_is_not_called_over_while_the_rest_is(
+def test_a_resumed_import_submits_no_second_job_for_waiting_lines(
     any_client: Client, store: BatchStore, tmp_path: Path
 ) -> None:
     path = write_many(tmp_path / "in.jsonl", WINDOW)
@@ -146,7 +148,7 @@ def _interrupt_when_full(progress: Any) -> None:
         raise Interrupted
 
 
-def test_out_of_time_it_names_only_lines_without_a_job(
+def test_an_import_past_its_window_rejects_only_lines_without_a_job(
     any_client: Client, store: BatchStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_many(tmp_path / "in.jsonl", 25)
@@ -159,7 +161,7 @@ def test_out_of_time_it_names_only_lines_without_a_job(
     assert refresh(any_client, store, batch.id).state is BatchState.EXPIRED
 
 
-def test_a_file_that_is_cut_off_meanwhile_is_not_handed_in(
+def test_a_file_that_shrinks_during_its_import_is_refused(
     any_client: Client, store: BatchStore, tmp_path: Path
 ) -> None:
     path = write_many(tmp_path / "in.jsonl", 400)
@@ -186,7 +188,7 @@ def test_a_file_that_is_cut_off_meanwhile_is_not_handed_in(
         chat("a", response_format={"type": "a\0"}),
     ],
 )
-def test_no_field_of_a_line_delays_the_other_lines(
+def test_a_line_cannot_delay_the_jobs_of_other_lines(
     any_client: Client, store: BatchStore, tmp_path: Path, line: dict[str, Any]
 ) -> None:
     path = write(tmp_path / "in.jsonl", [line, chat("b")])
@@ -197,12 +199,14 @@ def test_no_field_of_a_line_delays_the_other_lines(
 
 
 @pytest.mark.parametrize("tenant", ["t" * 300, "t\0", "\ud800"])
-def test_a_tenant_that_no_job_may_have(client: Client, tmp_path: Path, tenant: str) -> None:
+def test_an_invalid_tenant_is_refused_before_the_import(
+    client: Client, tmp_path: Path, tenant: str
+) -> None:
     with pytest.raises(ConfigurationError, match="tenant"):
         new_batch(client, write_many(tmp_path / "in.jsonl", 1), BatchOptions(tenant=tenant))
 
 
-def test_what_was_seen_to_end_counts_though_the_queue_has_deleted_it(
+def test_ended_lines_stay_counted_after_the_queue_deleted_them(
     client: Client, tmp_path: Path
 ) -> None:
     store = open_store(client, tmp_path / "out.jsonl")
@@ -219,7 +223,7 @@ def test_what_was_seen_to_end_counts_though_the_queue_has_deleted_it(
     store.close()
 
 
-def test_a_run_with_open_lines_is_not_concluded(
+def test_a_run_with_open_lines_stays_in_progress(
     client: Client, redis_url: str, tmp_path: Path
 ) -> None:
     store = open_store(client, tmp_path / "out.jsonl")
@@ -232,7 +236,7 @@ def test_a_run_with_open_lines_is_not_concluded(
     store.close()
 
 
-def test_what_a_full_queue_never_took_has_expired(
+def test_lines_that_a_full_queue_never_took_expire(
     any_client: Client, store: BatchStore, tmp_path: Path
 ) -> None:
     path = write_many(tmp_path / "in.jsonl", 10)
@@ -247,7 +251,7 @@ def test_what_a_full_queue_never_took_has_expired(
 
 
 @pytest.mark.parametrize("limit", ["queue", "tenant"])
-def test_a_queue_with_less_room_than_a_group_has_jobs_takes_what_it_can(
+def test_a_queue_with_less_room_than_a_group_takes_smaller_groups(
     any_client: Client, store: BatchStore, tmp_path: Path, limit: str
 ) -> None:
     """A call is accepted as a whole or refused, so the groups become smaller."""

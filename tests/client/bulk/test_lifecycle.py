@@ -62,7 +62,7 @@ def half_endless(path: Path) -> Path:
 
 
 @pytest.mark.slow
-async def test_what_has_ended_by_the_completion_window_stays_and_the_rest_expires(
+async def test_answers_before_the_completion_window_ends_are_kept_and_other_lines_expire(
     setup: BulkSetup,
 ) -> None:
     path = half_endless(setup.folder / "in.jsonl")
@@ -83,7 +83,7 @@ async def test_what_has_ended_by_the_completion_window_stays_and_the_rest_expire
     assert len({*answered, *(line["custom_id"] for line in expired)}) == 10
 
 
-async def test_cancelling_lasts_until_what_runs_has_stopped(setup: BulkSetup) -> None:
+async def test_a_batch_is_cancelling_until_its_running_jobs_have_stopped(setup: BulkSetup) -> None:
     path = half_endless(setup.folder / "in.jsonl")
     async with running_worker(setup.redis_url, str(setup.database), **SLOW):
         begun = await asyncio.to_thread(
@@ -124,7 +124,7 @@ def _refreshed(
     return look
 
 
-async def test_an_interrupted_import_goes_on_with_its_batch(setup: BulkSetup) -> None:
+async def test_an_interrupted_import_continues_its_batch(setup: BulkSetup) -> None:
     path = write_many(setup.folder / "in.jsonl", 70)
     begun: list[str] = []
 
@@ -153,7 +153,7 @@ async def test_an_interrupted_import_goes_on_with_its_batch(setup: BulkSetup) ->
     assert sorted(names(setup.paths.output)) == sorted(f"line-{number}" for number in range(70))
 
 
-async def test_a_half_done_end_of_a_run_is_completed(setup: BulkSetup) -> None:
+async def test_a_run_interrupted_while_it_ends_is_completed_by_the_next(setup: BulkSetup) -> None:
     path = write_many(setup.folder / "in.jsonl", 30)
     async with running_worker(setup.redis_url, str(setup.database)):
         with pytest.raises(Interrupted):
@@ -172,7 +172,7 @@ async def test_a_half_done_end_of_a_run_is_completed(setup: BulkSetup) -> None:
     assert len(set(names(setup.paths.output))) == 30
 
 
-async def test_what_was_answered_in_time_is_kept_by_a_run_that_goes_on_too_late(
+async def test_a_run_resumed_too_late_keeps_answers_that_came_in_time(
     setup: BulkSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(progress: BatchProgress) -> None:

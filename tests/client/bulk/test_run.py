@@ -45,7 +45,7 @@ from tokenmill.errors import ConfigurationError
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(240)]
 
 
-async def test_every_line_is_answered_once_and_as_openai_does(
+async def test_every_line_is_answered_once_in_openai_s_format(
     setup: BulkSetup, database: str
 ) -> None:
     lines: list[dict[str, Any] | str] = [numbered(number) for number in range(40)]
@@ -81,7 +81,7 @@ async def test_every_line_is_answered_once_and_as_openai_does(
     assert (public.request_counts.completed, public.request_counts.failed) == (40, 4)
 
 
-async def test_again_changes_nothing_and_another_input_is_refused(
+async def test_a_repeated_run_changes_nothing_and_another_input_is_refused(
     tmp_path: Path, redis_url: str, database: str
 ) -> None:
     setup = BulkSetup(tmp_path, redis_url, database)
@@ -128,7 +128,9 @@ def _tokens(line: dict[str, Any]) -> int:
     return int(line["response"]["body"]["usage"]["completion_tokens"])
 
 
-async def test_an_interrupted_run_goes_on_where_it_stopped(setup: BulkSetup, database: str) -> None:
+async def test_an_interrupted_run_continues_where_it_stopped(
+    setup: BulkSetup, database: str
+) -> None:
     path = write_many(setup.folder / "in.jsonl", 90)
     async with running_worker(setup.redis_url, database):
         for count in (10, 40):
@@ -141,7 +143,7 @@ async def test_an_interrupted_run_goes_on_where_it_stopped(setup: BulkSetup, dat
     assert len(names(setup.paths.output)) == len(set(names(setup.paths.output))) == 90
 
 
-async def test_results_that_only_the_database_has_are_not_generated_again(
+async def test_lines_whose_results_only_the_database_has_are_not_generated_again(
     tmp_path: Path, redis_url: str, database: str
 ) -> None:
     import redis
@@ -163,7 +165,7 @@ def _all_over(batch_id: str, count: int) -> Callable[[Client, BatchStore], bool]
     return lambda _, store: len(list(store.results(batch_id))) == count
 
 
-async def test_jobs_that_the_queue_lost_are_handed_in_again(
+async def test_jobs_that_the_queue_lost_are_submitted_again(
     tmp_path: Path, redis_url: str, database: str
 ) -> None:
     import redis
@@ -187,7 +189,9 @@ async def test_jobs_that_the_queue_lost_are_handed_in_again(
     assert len(set(names(setup.paths.output))) == 20
 
 
-async def test_a_cancelled_run_names_every_line(setup: BulkSetup, database: str) -> None:
+async def test_a_cancelled_run_writes_an_error_for_every_open_line(
+    setup: BulkSetup, database: str
+) -> None:
     path = write_many(setup.folder / "in.jsonl", 60)
     seen = threading.Event()
 
@@ -207,7 +211,7 @@ async def test_a_cancelled_run_names_every_line(setup: BulkSetup, database: str)
     assert {line["error"]["code"] for line in rejected} == {"batch_cancelled"}
 
 
-async def test_without_a_worker_the_completion_window_ends_it(
+async def test_a_run_without_a_worker_expires_at_its_completion_window(
     tmp_path: Path, redis_url: str
 ) -> None:
     setup = BulkSetup(tmp_path, redis_url, None)
@@ -242,7 +246,7 @@ async def test_an_empty_file_fails(tmp_path: Path, redis_url: str, database: str
     assert public.failed_at
 
 
-async def test_import_then_export_from_elsewhere(setup: BulkSetup, database: str) -> None:
+async def test_an_import_is_exported_from_another_folder(setup: BulkSetup, database: str) -> None:
     path = write(
         setup.folder / "in.jsonl", [*(numbered(number) for number in range(25)), "bad", numbered(3)]
     )
@@ -282,7 +286,7 @@ def _exported(batch_id: str, paths: Paths) -> Callable[[Client, BatchStore], Any
     return lambda client, store: export_batch(client, store, batch_id, paths)
 
 
-async def test_an_import_is_cancelled_while_it_waits(
+async def test_an_import_is_cancelled_while_its_jobs_wait(
     setup: BulkSetup, allowed_keys: list[str]
 ) -> None:
     allowed_keys.append("tm:{q}:*")  # no worker writes down what was cancelled
@@ -305,7 +309,7 @@ async def test_an_import_is_cancelled_while_it_waits(
     assert not read(setup.paths.output)
 
 
-async def test_what_the_workers_record_elsewhere_is_counted(
+async def test_answers_recorded_in_another_database_count_as_completed(
     tmp_path: Path, redis_url: str, database: str
 ) -> None:
     """A producer whose database is not the workers' finds answers in the queue alone.

@@ -43,7 +43,7 @@ BATCH = Batch(
 )
 
 
-def test_a_batch_comes_back_as_it_was(store: BatchStore) -> None:
+def test_a_stored_batch_is_read_back_unchanged(store: BatchStore) -> None:
     store.create(BATCH)
     store.create(msgspec.structs.replace(BATCH, tenant="other"))  # again changes nothing
     assert store.get("batch_1") == BATCH
@@ -56,7 +56,7 @@ def test_a_batch_comes_back_as_it_was(store: BatchStore) -> None:
         store.get("batch_2")
 
 
-def test_states_change_only_from_those_expected(store: BatchStore) -> None:
+def test_a_state_changes_only_from_an_expected_state(store: BatchStore) -> None:
     store.create(BATCH)
     assert store.move("batch_1", BatchState.IN_PROGRESS, [BatchState.VALIDATING])
     assert not store.move("batch_1", BatchState.IN_PROGRESS, [BatchState.VALIDATING])
@@ -71,7 +71,7 @@ def test_states_change_only_from_those_expected(store: BatchStore) -> None:
     assert 0 < found.started_ms <= found.cancelling_ms <= found.finished_ms
 
 
-def test_progress_leaves_the_state_alone(store: BatchStore) -> None:
+def test_progress_does_not_change_the_state(store: BatchStore) -> None:
     store.create(BATCH)
     totals = Totals(completed=3, failed=1, input_tokens=7, output_tokens=5)
     store.progress("batch_1", submitted=6, over_line=4, totals=totals)
@@ -99,7 +99,7 @@ def test_lists_are_paged_newest_first(store: BatchStore) -> None:
     ]
 
 
-def test_refused_lines_are_kept_once(store: BatchStore) -> None:
+def test_a_refused_line_is_stored_once(store: BatchStore) -> None:
     store.create(BATCH)
     lines = [
         BadLine(2, None, "invalid_json_line", "what?"),
@@ -110,7 +110,7 @@ def test_refused_lines_are_kept_once(store: BatchStore) -> None:
     assert list(store.rejected("batch_1")) == lines
 
 
-async def test_results_of_a_batch_are_those_of_its_jobs(redis_url: str, database: str) -> None:
+async def test_the_results_of_a_batch_are_those_of_its_jobs(redis_url: str, database: str) -> None:
     store = ResultStore(database, queue="q")
     ends = [result("batch_1", line) for line in range(1, 5)]
     ends += [result("batch_1", 5, JobStatus.EXPIRED), result("batch_2", 1)]
@@ -184,7 +184,7 @@ def test_a_store_whose_file_cannot_be_made_is_refused_by_name(client: Client, fo
         open_store(client, Path(folder) / "out.jsonl")
 
 
-def test_a_tilde_in_the_name_of_an_output_is_a_letter(
+def test_a_tilde_in_an_output_name_is_taken_literally(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -200,12 +200,12 @@ def test_a_store_without_database_and_output_is_refused(client: Client) -> None:
 @pytest.mark.parametrize(
     ("text", "ms"), [("24h", 86_400_000), ("30m", 1_800_000), ("7d", 604_800_000), ("5s", 5_000)]
 )
-def test_completion_windows(text: str, ms: int) -> None:
+def test_a_completion_window_with_a_unit_is_read(text: str, ms: int) -> None:
     assert window_ms(text) == ms
 
 
 @pytest.mark.parametrize("text", ["", "24", "h", "-1h", "0h", "1w", "99999999999h"])
-def test_windows_that_are_none(text: str) -> None:
+def test_an_invalid_completion_window_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="24h"):
         window_ms(text)
 

@@ -46,7 +46,7 @@ async def answer_badly(queue: Queue) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_run_names_what_it_cannot_read_and_comes_to_its_end(
+async def test_a_run_writes_unreadable_results_as_errors_and_ends(
     tmp_path: Path, redis_url: str
 ) -> None:
     setup = BulkSetup(tmp_path, redis_url, None)
@@ -73,7 +73,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return url
 
 
-async def test_a_row_that_cannot_be_read_has_ended_all_the_same(redis_url: str, url: str) -> None:
+async def test_a_line_with_an_unreadable_row_counts_as_ended(redis_url: str, url: str) -> None:
     store = ResultStore(url, queue="q")
     await store.record([_finished(result("batch_1", line)) for line in (1, 2, 3)])
     await store.close()

@@ -126,7 +126,7 @@ class TestWithWorkers:
         assert first.get(timeout=WAIT_S)["usage"]["completion_tokens"] == 4
         assert answer.get() == f"<{second.get()['text']}>"
 
-    def test_a_group_gives_all_answers_in_order(self, app: Celery) -> None:
+    def test_a_group_returns_all_answers_in_order(self, app: Celery) -> None:
         answers = group(
             task(app).s(f"number {n}", max_tokens=n, ignore_eos=True) for n in range(1, 6)
         ).delay()
@@ -134,7 +134,7 @@ class TestWithWorkers:
         assert [value["usage"]["completion_tokens"] for value in values] == [1, 2, 3, 4, 5]
         assert answers.successful()
 
-    def test_a_chord_counts_what_it_got(self, app: Celery) -> None:
+    def test_a_chord_body_gets_every_answer(self, app: Celery) -> None:
         work = chord(
             [task(app, "tell").s(f"number {n}", max_tokens=2) for n in range(4)],
             task(app, "count").s(),
@@ -170,7 +170,7 @@ class TestWithWorkers:
         assert [value["usage"]["prompt_tokens"] for value in values] == list(map(len, texts))
         assert len({value["job_id"] for value in values}) == 2
 
-    def test_what_fails_in_a_chain_ends_the_chain(self, app: Celery) -> None:
+    def test_a_failed_generation_ends_its_chain(self, app: Celery) -> None:
         answer = chain(task(app).s("a", max_tokens=10**6), task(app, "shout").s()).delay()
         with pytest.raises(GenerationFailed, match="the model's length"):
             answer.get(timeout=WAIT_S)
@@ -208,7 +208,7 @@ class TestWithWorkers:
         ):
             answer.get(timeout=WAIT_S)
 
-    def test_a_callback_gets_the_answer(self, app: Celery) -> None:
+    def test_a_link_callback_gets_the_answer(self, app: Celery) -> None:
         callback = task(app, "shout").s()
         kept = callback.freeze()
         task(app).apply_async(("a b",), {"max_tokens": 2}, link=callback)
@@ -234,7 +234,7 @@ class TestWithWorkers:
         }  # fmt: skip
         exec(code, names)  # waits for the answers that it asks for
 
-    def test_by_itself_the_answer_comes_from_the_job(self, app: Celery) -> None:
+    def test_without_a_celery_worker_the_answer_comes_from_the_job(self, app: Celery) -> None:
         answer = task(app).delay("a b c", max_tokens=5, ignore_eos=True)
         value = answer.get(timeout=WAIT_S)
         assert (value["usage"]["completion_tokens"], answer.state, answer.successful()) == (
@@ -248,7 +248,7 @@ class TestWithWorkers:
         assert app.backend.get_task_meta(answer.id)["status"] == "PENDING"
 
 
-def test_by_itself_it_is_on_the_stream_at_once(
+def test_without_a_celery_worker_a_task_is_submitted_at_once(
     lonely: GenerationTask, redis_url: str, allowed_keys: list[str]
 ) -> None:
     allowed_keys.append("tm:{q}:*")
@@ -283,7 +283,7 @@ class ForgetfulQueue(AwayQueue):
 
 
 @pytest.mark.parametrize("queue", [AwayQueue(), ForgetfulQueue()])
-def test_while_the_queue_is_away_a_task_is_put_off(queue: Any) -> None:
+def test_a_task_is_retried_later_while_the_queue_is_unreachable(queue: Any) -> None:
     app = Celery("away", broker="memory://", set_as_current=False)
     task = generation_task(app, queue=QUEUE, pauses_s=(7.0,))
     task._clients[os.getpid()] = queue
@@ -301,7 +301,7 @@ NAIVE = datetime(2100, 1, 1, 12)  # noqa: DTZ001
 
 
 @pytest.mark.parametrize("moment", [NAIVE, "2100-01-01T12:00:00", "2100-01-01T13:00:00+01:00"])
-def test_moments_are_read_as_celery_reads_them(
+def test_naive_and_zoned_times_are_read_as_celery_reads_them(
     monkeypatch: pytest.MonkeyPatch,
     lonely: GenerationTask,
     redis_url: str,
@@ -327,14 +327,14 @@ def test_moments_are_read_as_celery_reads_them(
 
 
 @pytest.mark.parametrize("options", [{"eta": "soon"}, {"countdown": "5"}, {"expires": "never"}])
-def test_what_is_no_moment_is_refused(lonely: GenerationTask, options: dict[str, Any]) -> None:
+def test_an_invalid_time_is_refused(lonely: GenerationTask, options: dict[str, Any]) -> None:
     with pytest.raises(
         InvalidRequest, match="a time is a number of seconds, a datetime or a timedelta"
     ):
         lonely.apply_async(("a",), **options)
 
 
-def test_a_bad_request_is_refused_where_it_is_made(lonely: GenerationTask) -> None:
+def test_a_bad_request_raises_where_the_task_is_sent(lonely: GenerationTask) -> None:
     with pytest.raises(InvalidRequest, match="max_tokens"):
         lonely.delay("a", max_tokens=-1)
     with pytest.raises(InvalidRequest, match="one positional argument"):

@@ -9,7 +9,7 @@ from tokenmill_schemas.generation import FinishReason, TokenLogprob
 from tokenmill_schemas.result import ChoiceResult, JobResult, JobStatus
 
 
-def test_a_choice_has_the_sum_of_its_log_probabilities_where_it_has_any() -> None:
+def test_a_choice_with_logprobs_has_their_sum() -> None:
     scored = ChoiceResult(
         text="a b",
         token_ids=(1, 2),
@@ -32,7 +32,9 @@ def test_a_choice_has_the_sum_of_its_log_probabilities_where_it_has_any() -> Non
         ([{"role": "user", "content": "a"}], {"messages": [{"role": "user", "content": "a"}]}),
     ],
 )
-def test_what_a_task_may_be_given(given: Any, expected: dict[str, Any]) -> None:
+def test_each_form_of_task_argument_becomes_a_request_or_is_refused(
+    given: Any, expected: dict[str, Any]
+) -> None:
     assert fields_of((given,), {}) == expected
     if "prompt" in expected:
         assert fields_of((given,), {"template": "{text}{x}"}) == {

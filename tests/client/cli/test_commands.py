@@ -27,7 +27,7 @@ def test_submit_prints_an_id_and_nothing_else(shell: Shell, client: Client) -> N
     assert again[0] == again[1]
 
 
-def test_help_distinguishes_the_two_options_n(shell: Shell) -> None:
+def test_help_distinguishes_the_two_short_options_n(shell: Shell) -> None:
     words = " ".join(shell("submit", "--help").stdout.replace("│", " ").split())
     assert "Largest number of tokens (`--n` counts answers)." in words
     assert "Answers to the same prompt (`-n` is --max-tokens)." in words
@@ -38,7 +38,7 @@ def test_an_absurd_deadline_is_refused_in_a_short_sentence(shell: Shell) -> None
     assert (done.exit_code, done.stderr) == (1, "Error: deadline is no time: 1e+300\n")
 
 
-def test_a_queue_s_name_that_is_none_is_refused_by_every_command(shell: Shell) -> None:
+def test_an_invalid_queue_name_is_refused_by_every_command(shell: Shell) -> None:
     for command in (
         ("jobs",),
         ("usage", "--one-queue"),
@@ -75,7 +75,7 @@ def test_without_a_database_the_whole_path_is_printed_and_batches_are_refused(
     assert shell("bulk", "list", environment=default).exit_code == 0
 
 
-def test_a_wrong_password_is_a_wrong_setting(shell: Shell) -> None:
+def test_a_wrong_password_is_reported_as_a_wrong_setting(shell: Shell) -> None:
     wrong = shell.redis_url.replace("redis://", "redis://nobody:wrong@")
     done = shell("submit", "Hello", "--redis-url", wrong)
     assert done.exit_code == 1
@@ -91,7 +91,7 @@ def test_a_wrong_password_is_a_wrong_setting(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("missing", "is_silent"), [("pydantic_settings", True), ("tokenmill_worker.cli", False)]
 )
-def test_without_the_worker_s_packages_its_commands_are_missing_without_a_word(
+def test_worker_commands_are_left_out_silently_if_their_packages_are_missing(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, missing: str, is_silent: bool
 ) -> None:
     """A missing package of our own is a broken installation, which is reported."""
@@ -110,7 +110,9 @@ def test_without_the_worker_s_packages_its_commands_are_missing_without_a_word(
     )
 
 
-def test_an_unknown_job_keeps_no_other_from_being_cancelled(shell: Shell, client: Client) -> None:
+def test_an_unknown_job_does_not_stop_the_cancel_of_the_others(
+    shell: Shell, client: Client
+) -> None:
     first, second, third, fourth = (str(client.submit(prompt="x")) for _ in range(4))
     done = shell("cancel", first, "nope", second)
     assert (done.exit_code, done.stdout) == (1, f"{first} cancelled\n{second} cancelled\n")
@@ -124,14 +126,14 @@ def test_an_unknown_job_keeps_no_other_from_being_cancelled(shell: Shell, client
     "command",
     ["jobs", "webhooks list", "webhooks redrive --all", "dead list", "dead redrive --all"],
 )
-def test_more_than_a_database_can_count_is_refused(shell: Shell, command: str) -> None:
+def test_numbers_beyond_the_database_s_range_are_refused(shell: Shell, command: str) -> None:
     done = shell(*command.split(), "--limit", "99999999999999999999")
     assert done.exit_code == 2
     assert "1000000000" in done.stderr
 
 
 @pytest.mark.parametrize("command", [("status", "\udcff"), ("usage", "--tenant", "\udcff")])
-def test_an_argument_that_is_no_text_is_refused(shell: Shell, command: tuple[str, ...]) -> None:
+def test_an_argument_that_is_not_unicode_is_refused(shell: Shell, command: tuple[str, ...]) -> None:
     done = shell(*command)
     assert done.stderr == "Error: a name or id holds '\\udcff', which is no Unicode character\n"
 
@@ -150,7 +152,7 @@ def test_the_prompt_may_come_from_stdin_a_file_or_json(shell: Shell, tmp_path: P
         assert json.loads(done.stdout)["queue"] == "q"
 
 
-def test_a_model_is_a_name_of_the_answers_where_the_queue_is_named(
+def test_a_model_beside_a_queue_is_the_requested_model(
     shell: Shell, valkey: ControlledValkey
 ) -> None:
     def model_of(done: Result) -> str:
@@ -213,7 +215,7 @@ def test_an_error_is_one_sentence_and_a_status(
     assert isinstance(done.exception, SystemExit)
 
 
-def test_status_and_cancel(shell: Shell) -> None:
+def test_status_and_cancel_print_a_job_s_state(shell: Shell) -> None:
     job = shell("submit", "Hello").stdout.strip()
     assert "queued" in shell("status", job).stdout
     assert shell("cancel", job).stdout == f"{job} cancelled\n"
@@ -221,7 +223,7 @@ def test_status_and_cancel(shell: Shell) -> None:
     assert shell("cancel", job, "--json").stdout.split() == ["{", f'"{job}":', '"cancelled"', "}"]
 
 
-def test_a_result_that_only_sql_has(shell: Shell) -> None:
+def test_result_prints_an_answer_that_only_sql_has(shell: Shell) -> None:
     done = shell("result", "good")
     assert (done.exit_code, done.stdout) == (0, "Blue light scatters. ☁\n")
     assert json.loads(shell("result", "good", "--json").stdout)["usage"]["completion_tokens"] == 3
@@ -230,7 +232,7 @@ def test_a_result_that_only_sql_has(shell: Shell) -> None:
     assert "the prompt is too long" in done.stderr
 
 
-def test_jobs_lists_open_ones_and_then_ended_ones(shell: Shell) -> None:
+def test_jobs_lists_open_jobs_before_ended_jobs(shell: Shell) -> None:
     job = shell("submit", "Hello").stdout.strip()
     assert json.loads(shell("jobs", "--json").stdout)[0]["job_id"] == job
     assert {row["job_id"] for row in json.loads(shell("jobs", "--json").stdout)} == {
@@ -249,14 +251,14 @@ def test_jobs_lists_open_ones_and_then_ended_ones(shell: Shell) -> None:
     assert "the prompt is too long" in text
 
 
-def test_jobs_shows_what_it_can_reach(shell: Shell) -> None:
+def test_jobs_lists_the_database_with_a_warning_if_redis_is_unreachable(shell: Shell) -> None:
     done = shell("jobs", "--json", "--redis-url", "redis://127.0.0.1:1/0")
     assert done.exit_code == 0
     assert {row["job_id"] for row in json.loads(done.stdout)} == {"good", "bad"}
     assert "Warning" in done.stderr
 
 
-def test_usage(shell: Shell) -> None:
+def test_usage_prints_sums_by_tenant(shell: Shell) -> None:
     rows = json.loads(shell("usage", "--by", "tenant", "--json").stdout)
     assert [
         (row["tenant"], row["jobs"], row["succeeded"], row["completion_tokens"]) for row in rows
@@ -264,7 +266,7 @@ def test_usage(shell: Shell) -> None:
     assert "acme" in shell("usage").stdout
 
 
-def test_dead_list_when_there_are_none(shell: Shell) -> None:
+def test_dead_commands_on_an_empty_dead_letter_stream_print_empty_lists(shell: Shell) -> None:
     assert json.loads(shell("dead", "list", "--json").stdout) == []
     assert json.loads(shell("dead", "redrive", "--all", "--json").stdout) == {
         "redriven": [],
@@ -272,7 +274,7 @@ def test_dead_list_when_there_are_none(shell: Shell) -> None:
     }
 
 
-def test_top_without_a_terminal_looks_once(shell: Shell) -> None:
+def test_top_without_a_terminal_prints_one_view(shell: Shell) -> None:
     shell("submit", "Hello")
     assert "NO WORKER IS ALIVE" in shell("top").stdout
     assert json.loads(shell("top", "--json").stdout)["queued"]["standard"] == 1
@@ -287,7 +289,7 @@ def test_top_without_a_terminal_looks_once(shell: Shell) -> None:
         (("top",), " [QUEUE]..."),
     ],
 )
-def test_what_may_be_several_has_its_dots_once(
+def test_a_repeatable_argument_has_dots_once_in_its_usage(
     shell: Shell, command: tuple[str, ...], ends: str
 ) -> None:
     usage = next(line for line in shell(*command, "--help").stdout.splitlines() if "Usage" in line)
@@ -295,13 +297,13 @@ def test_what_may_be_several_has_its_dots_once(
 
 
 @pytest.mark.parametrize("option", ["--messages", "--grammar", "--json-schema", "--logit-bias"])
-def test_a_file_without_an_end_is_refused(shell: Shell, option: str) -> None:
+def test_an_endless_file_is_refused(shell: Shell, option: str) -> None:
     done = shell("submit", *(() if option == "--messages" else ("hi",)), option, "@/dev/zero")
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr == f"Error: {option}: /dev/zero has more than 8388608 characters\n"
 
 
-def test_a_prompt_without_an_end_is_refused(shell: Shell) -> None:
+def test_an_endless_prompt_from_stdin_is_refused(shell: Shell) -> None:
     done = shell("submit", stdin="x" * 8_388_609)
     assert (done.exit_code, done.stderr) == (
         1,
@@ -311,9 +313,7 @@ def test_a_prompt_without_an_end_is_refused(shell: Shell) -> None:
 
 @pytest.mark.parametrize("command", [("submit", "hi", "--wait"), ("tail", "x"), ("result", "x")])
 @pytest.mark.parametrize("timeout", ["-1", "nan"])
-def test_a_wait_of_no_length_is_refused(
-    shell: Shell, command: tuple[str, ...], timeout: str
-) -> None:
+def test_an_invalid_wait_is_refused(shell: Shell, command: tuple[str, ...], timeout: str) -> None:
     done = shell(*command, f"--timeout={timeout}")
     assert (done.exit_code, done.stdout, "greater than or equal to 0" in done.stderr) == (
         2,
@@ -332,7 +332,7 @@ def test_a_wait_of_no_length_is_refused(
         ],
     ],
 )
-def test_every_command_explains_itself(shell: Shell, command: tuple[str, ...]) -> None:
+def test_every_command_has_a_help_text(shell: Shell, command: tuple[str, ...]) -> None:
     done = shell(*command, "--help")
     assert done.exit_code == 0
     assert "Usage" in done.stdout

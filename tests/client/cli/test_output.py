@@ -33,7 +33,7 @@ def test_json_of_a_log_probability_has_text_for_bytes(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("is_terminal", "num_lines"), [(True, 2), (False, 1)])
-def test_a_complaint_is_wrapped_between_words_on_a_terminal_alone(
+def test_an_error_is_wrapped_between_words_on_a_terminal_only(
     monkeypatch: pytest.MonkeyPatch, is_terminal: bool, num_lines: int
 ) -> None:
     file = io.StringIO()
@@ -67,7 +67,7 @@ def test_texts_are_cut_and_then_columns_left_out(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("width", "is_terminal"), [(80, False), (200, True)])
-def test_nothing_is_cut_in_a_file_or_where_it_fits(
+def test_a_row_is_not_cut_in_a_file_or_on_a_wide_terminal(
     monkeypatch: pytest.MonkeyPatch, width: int, is_terminal: bool
 ) -> None:
     _, row, other = printed(monkeypatch, width, is_terminal=is_terminal)

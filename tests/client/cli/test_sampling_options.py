@@ -13,7 +13,7 @@ from tokenmill_schemas.generation import SamplingParams
 pytestmark = pytest.mark.redis
 
 
-def test_every_sampling_parameter_is_an_option_or_named_as_none() -> None:
+def test_every_sampling_parameter_is_an_option_or_an_exception() -> None:
     fields = set(SamplingParams.__struct_fields__)
     assert set(HELP) | WITHOUT_OPTION == fields
     assert not set(HELP) & WITHOUT_OPTION

@@ -54,13 +54,13 @@ def test_pages_follow_one_another_to_the_end(database: str) -> None:
 
 
 @pytest.mark.parametrize("cursor", ["", "x", "12", "x.y", "-1.a", "1."])
-def test_a_cursor_that_is_none(database: str, cursor: str) -> None:
+def test_an_invalid_cursor_is_refused(database: str, cursor: str) -> None:
     answer = run(database, "jobs", "--after", cursor)
     assert (answer.exit_code, answer.stdout) == (1, "")
     assert "is no cursor" in answer.stderr
 
 
-def test_jobs_of_a_time_and_a_model(database: str) -> None:
+def test_jobs_are_filtered_by_time_and_model(database: str) -> None:
     record(
         database,
         finished("old", finished_ms=1),
@@ -108,7 +108,7 @@ def test_usage_as_csv_with_and_without_sums(database: str) -> None:
     engine.dispose()
 
 
-def test_usage_is_right_up_to_this_moment_between_two_roll_ups(database: str) -> None:
+def test_usage_includes_jobs_since_the_last_roll_up(database: str) -> None:
     import time
 
     now_ms = round(time.time() * 1000)
@@ -124,7 +124,7 @@ def test_usage_is_right_up_to_this_moment_between_two_roll_ups(database: str) ->
     assert json.loads(run(database, "usage", "--by", "tenant", "--json").stdout)[0]["jobs"] == 4
 
 
-def test_json_or_csv(database: str) -> None:
+def test_json_and_csv_together_are_refused(database: str) -> None:
     answer = run(database, "usage", "--json", "--csv")
     assert answer.exit_code == 1
     assert "not both" in answer.stderr
@@ -165,7 +165,7 @@ def test_webhooks_are_listed_and_redriven(database: str) -> None:
     )
 
 
-def test_secrets(database: str) -> None:
+def test_webhook_secrets_are_made_and_derived_per_tenant(database: str) -> None:
     fresh = run(database, "webhooks", "secret", "--new").stdout.strip()
     derived = run(
         database, "webhooks", "secret", "--tenant", "acme", TOKENMILL_WEBHOOK_SECRET=fresh
@@ -226,7 +226,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_one_sentence(
     assert (said.exit_code, said.stderr.count("\n"), words in said.stderr) == (1, 1, True)
 
 
-def test_looking_at_a_database_that_is_not_there_makes_none(tmp_path: Path) -> None:
+def test_db_status_of_a_missing_database_creates_no_file(tmp_path: Path) -> None:
     answer = run(f"sqlite:///{tmp_path}/no/t.db", "db", "status")
     assert (answer.exit_code, answer.stdout) == (1, "")
     assert f"there is no database at {tmp_path}/no/t.db" in answer.stderr
@@ -244,7 +244,7 @@ def test_looking_at_a_database_that_is_not_there_makes_none(tmp_path: Path) -> N
         ),
     ],
 )
-def test_a_database_that_cannot_be_opened_is_named_as_it_was_given(
+def test_a_database_that_cannot_be_opened_is_named_as_in_the_url(
     tmp_path: Path, place: str, says: str
 ) -> None:
     (tmp_path / "folder").mkdir()

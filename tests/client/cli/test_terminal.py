@@ -129,7 +129,7 @@ def test_a_pipe_receives_an_answer_unchanged(
     assert piped.stdout == f"{answer.text}\n".encode()
 
 
-def test_an_ascii_stdout_receives_escapes_for_what_it_lacks(
+def test_an_ascii_stdout_receives_escapes_for_other_characters(
     environment: dict[str, str], client: Client, redis_url: str
 ) -> None:
     job = ended(redis_url, client, choices=(ChoiceResult(text="café 🦊"),))

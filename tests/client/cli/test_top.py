@@ -63,7 +63,7 @@ def shown(queue: QueueState, width: int, last: bool = False, **changes: object) 
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
-def test_everything_fits_and_numbers_are_whole(width: int) -> None:
+def test_the_view_fits_the_width_and_shows_numbers_whole(width: int) -> None:
     text = shown(BUSY, width, jobs=[JOB], submitted_per_s=812.3, finished_per_s=9.5)
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
@@ -86,7 +86,7 @@ def test_everything_fits_and_numbers_are_whole(width: int) -> None:
     assert ("420 ms" in text) == (width >= 120)
 
 
-def test_headings_name_what_is_counted_and_short_ones_are_explained() -> None:
+def test_headings_name_their_counts_and_a_legend_explains_abbreviations() -> None:
     text = shown(BUSY, 80, submitted_per_s=812.3, finished_per_s=9.5)
     assert re.search(
         r"1,834 tokens/s +jobs: +120 running +1,234,579 waiting +812 in/s +9.5 out/s", text
@@ -116,7 +116,7 @@ def test_the_tables_show_the_use_of_each_tenant() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
-def test_a_tenant_s_long_name_costs_no_number(width: int) -> None:
+def test_a_long_tenant_name_leaves_the_numbers_whole(width: int) -> None:
     name = "acme-corporation-with-a-very-long-tenant-name"
     tenant = TenantState(tenant=name, waiting=9, running=60, tokens_per_s=1200.0)
     job = msgspec.structs.replace(JOB, tenant=name, created_ms=NOW_MS - 9_500, worker_id="vm-1")
@@ -127,7 +127,7 @@ def test_a_tenant_s_long_name_costs_no_number(width: int) -> None:
     assert text.count("\n") == shown(BUSY, width, jobs=[JOB]).count("\n") - 1  # one tenant less
 
 
-def test_a_queue_without_workers_shows_that_first() -> None:
+def test_a_queue_without_workers_shows_this_problem_first() -> None:
     idle, stuck = shown(EMPTY, 80), shown(msgspec.structs.replace(BUSY, workers=[]), 80)
     assert "NO WORKER IS ALIVE  nothing is waiting either" in idle.splitlines()[0]
     assert "NO WORKER IS ALIVE  and jobs are waiting" in stuck.splitlines()[0]
@@ -150,7 +150,7 @@ def test_the_problem_of_a_worker_is_shown_in_words(changes: dict[str, object], w
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_several_queues_are_a_line_each_and_then_their_workers(width: int) -> None:
+def test_several_queues_are_shown_as_one_line_each_before_their_workers(width: int) -> None:
     queues = [BUSY, msgspec.structs.replace(EMPTY, queue="embeddings-with-a-long-name")]
     looks = [Look(now_ms=NOW_MS, clock="12:00:00", queue=queue) for queue in queues]
     console = Console(width=width, force_terminal=False)
@@ -186,7 +186,7 @@ def test_a_worker_that_loads_has_no_problem() -> None:
     )
 
 
-def test_the_last_look_is_kept_and_marked_as_old() -> None:
+def test_the_last_view_stays_marked_as_old_while_the_server_is_unreachable() -> None:
     text = shown(BUSY, 80, last=True)
     assert (
         text.index("NO CONNECTION")
@@ -197,7 +197,7 @@ def test_the_last_look_is_kept_and_marked_as_old() -> None:
 
 
 @pytest.mark.redis
-def test_q_leaves_and_the_terminal_is_as_it_was(
+def test_q_quits_and_restores_the_terminal(
     make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     ours, theirs = pty.openpty()
@@ -232,7 +232,9 @@ def test_q_leaves_and_the_terminal_is_as_it_was(
 
 
 @pytest.mark.redis
-def test_the_live_view_outlives_its_server(make_valkey: Callable[..., ControlledValkey]) -> None:
+def test_the_live_view_continues_after_its_server_restarts(
+    make_valkey: Callable[..., ControlledValkey],
+) -> None:
     server = make_valkey()
     ours, theirs = pty.openpty()
     command = [

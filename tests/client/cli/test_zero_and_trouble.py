@@ -33,13 +33,13 @@ def where(url: str) -> dict[str, str]:
         ("--repetition-penalty", "repetition_penalty must be from 0.000001"),
     ],
 )
-def test_a_zero_that_makes_no_sense_is_refused(redis_url, option, says):
+def test_a_zero_outside_an_option_s_range_is_refused(redis_url, option, says):
     done = CliRunner().invoke(app, ["submit", "hi", option, "0"], env=where(redis_url))
     assert done.exit_code == 1
     assert says in done.stderr
 
 
-async def test_a_zero_that_makes_sense_arrives(redis_url, allowed_keys):
+async def test_a_zero_within_an_option_s_range_is_passed_on(redis_url, allowed_keys):
     allowed_keys.append("tm:{q}:*")  # no worker runs
     zeros = [
         "--temperature",
@@ -76,7 +76,9 @@ async def listens(client: AsyncClient, job_id: str) -> bool:
     return bool(dict(await client._redis.pubsub_numsub(channel))[channel.encode()])
 
 
-async def test_a_server_that_goes_away_is_spoken_of_at_once(make_valkey, tmp_path: Path):
+async def test_a_stream_prints_a_warning_as_soon_as_its_server_is_unreachable(
+    make_valkey, tmp_path: Path
+):
     server = make_valkey()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tokenmill.cli", "submit", "hi", "--stream", "--redis-url",
@@ -98,7 +100,7 @@ async def test_a_server_that_goes_away_is_spoken_of_at_once(make_valkey, tmp_pat
     await process.wait()
 
 
-def test_a_server_that_is_not_there_ends_it_with_a_sentence_and_a_hint():
+def test_an_unreachable_server_ends_the_command_with_a_sentence_and_a_hint():
     done = CliRunner().invoke(app, ["submit", "hi", "--stream"], env=where("redis://127.0.0.1:1/0"))
     assert done.exit_code == 1
     assert "Error: " in done.stderr
@@ -106,7 +108,7 @@ def test_a_server_that_is_not_there_ends_it_with_a_sentence_and_a_hint():
     assert "waiting" not in done.stderr
 
 
-def test_a_wrong_password_is_no_server_that_is_elsewhere(redis_url: str) -> None:
+def test_a_wrong_password_has_the_hint_about_passwords_not_about_addresses(redis_url: str) -> None:
     url = redis_url.replace("redis://", "redis://nobody:wrong@")
     done = CliRunner().invoke(app, ["status", "x"], env=where(url))
     error, hint = done.stderr.splitlines()
@@ -117,12 +119,12 @@ def test_a_wrong_password_is_no_server_that_is_elsewhere(redis_url: str) -> None
     )
 
 
-def test_there_is_no_command_bench() -> None:
+def test_bench_is_an_unknown_command() -> None:
     done = CliRunner().invoke(app, ["bench"], env={"COLUMNS": "200"})
     assert (done.exit_code, "No such command 'bench'" in done.stderr) == (2, True)
 
 
-def test_an_interruption_is_spoken_of_on_a_line_of_its_own(
+def test_an_interrupted_stream_prints_its_notice_on_a_new_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     class Interrupted:

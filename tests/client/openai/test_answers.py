@@ -49,7 +49,7 @@ def test_a_chats_answer_is_one_of_theirs() -> None:
     assert [top.token for top in logprobs.content[0].top_logprobs] == ["Hi ", "token_id:8"]
 
 
-def test_thoughts_are_apart_in_an_answer() -> None:
+def test_thoughts_are_a_field_of_their_own_in_a_chat_answer() -> None:
     job = with_choice(text="☁", text_ends=(0, 1), reasoning="Hm", reasoning_ends=(2,))
     received = TheirChat.model_validate(body(job), strict=True)
     assert body(job)["choices"][0]["message"]["reasoning_content"] == "Hm"
@@ -61,7 +61,7 @@ def test_thoughts_are_apart_in_an_answer() -> None:
     assert [entry.token for entry in received.choices[0].logprobs.content or ()] == ["Hm", "☁"]
 
 
-def test_calls_are_those_of_an_answer_of_openai() -> None:
+def test_tool_calls_are_read_by_openai_s_chat_type() -> None:
     calls = (
         GeneratedCall("c1", "get", '{"a": 1}'),
         GeneratedCall("c2", "get", '{"a', is_complete=False),

@@ -178,7 +178,9 @@ def meant(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
-def test_a_shape_gives_the_same_job(entrance: str, redis_url: str, allowed_keys: list[str]) -> None:
+def test_an_openai_shape_gives_the_same_job_at_every_entrance(
+    entrance: str, redis_url: str, allowed_keys: list[str]
+) -> None:
     allowed_keys.append("tm:{q}:*")
     for shape, (body, fields) in TAKEN.items():
         if not fits(entrance, body):
@@ -189,7 +191,9 @@ def test_a_shape_gives_the_same_job(entrance: str, redis_url: str, allowed_keys:
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
-def test_a_shape_is_refused_with_the_same_sentence(entrance: str, redis_url: str) -> None:
+def test_a_wrong_openai_shape_is_refused_with_the_same_sentence_at_every_entrance(
+    entrance: str, redis_url: str
+) -> None:
     for shape, (body, sentence) in REFUSED.items():
         if not fits(entrance, body):
             continue
@@ -209,7 +213,7 @@ def test_a_worker_refuses_the_envelope_of_an_older_client(type_name: str | None)
     assert sentence.startswith("response_format.json_schema holds OpenAI's envelope")
 
 
-def test_a_schema_with_a_property_called_schema_is_no_envelope() -> None:
+def test_a_schema_with_a_property_named_schema_is_not_taken_as_an_envelope() -> None:
     schema: dict[str, object] = {
         "type": "object",
         "properties": {"schema": {}, "name": {}, "strict": {}},

@@ -65,7 +65,7 @@ class Queue:
         return OpenAI(api_key="k", base_url="http://queue/v1", http_client=transport)
 
 
-def test_a_chat_is_parsed_into_a_model() -> None:
+def test_openai_s_parser_reads_a_chat_answer_into_a_pydantic_model() -> None:
     queue = Queue(TEXT)
     received = queue.client.chat.completions.parse(
         model="m", messages=[{"role": "user", "content": "A city"}], response_format=City
@@ -79,7 +79,7 @@ def test_a_chat_is_parsed_into_a_model() -> None:
     )
 
 
-def test_a_chats_tools_are_models() -> None:
+def test_openai_s_parser_reads_chat_tool_calls_into_pydantic_models() -> None:
     queue = Queue(CALL)
     received = queue.client.chat.completions.parse(
         model="m",
@@ -93,7 +93,7 @@ def test_a_chats_tools_are_models() -> None:
 
 
 @pytest.mark.parametrize("choice", [TEXT, CALL], ids=["answer", "call"])
-def test_a_chat_with_tools_and_a_model_for_its_answer(choice: ChoiceResult) -> None:
+def test_a_chat_with_tools_and_an_answer_model_is_parsed(choice: ChoiceResult) -> None:
     queue = Queue(choice)
     received = queue.client.chat.completions.parse(
         model="m",
@@ -110,14 +110,14 @@ def test_a_chat_with_tools_and_a_model_for_its_answer(choice: ChoiceResult) -> N
     assert problems(job) == []
 
 
-def test_a_response_is_parsed_into_a_model() -> None:
+def test_openai_s_parser_reads_a_response_into_a_pydantic_model() -> None:
     queue = Queue(TEXT)
     received = queue.client.responses.parse(model="m", input="A city", text_format=City)
     assert received.output_parsed == City(name="Bern", size="small")
     assert queue.jobs[0].params.response_format is not None
 
 
-def test_a_responses_tools_are_models() -> None:
+def test_openai_s_parser_reads_response_tool_calls_into_pydantic_models() -> None:
     queue = Queue(CALL)
     tool: Any = {"type": "function", **pydantic_function_tool(City)["function"]}
     received = queue.client.responses.parse(model="m", input="A city", tools=[tool])
@@ -127,7 +127,7 @@ def test_a_responses_tools_are_models() -> None:
     assert queue.jobs[0].tools[0].function.strict
 
 
-def test_an_answer_of_a_chat_is_the_next_requests_history() -> None:
+def test_a_chat_answer_is_accepted_as_history_of_the_next_request() -> None:
     queue = Queue(CALL)
     first = queue.client.chat.completions.create(
         model="m", messages=[{"role": "user", "content": "A city"}]

@@ -62,7 +62,7 @@ def test_each_sampling_parameter_has_a_name_in_a_body() -> None:
     assert [name for name in SAMPLING if f"`{name}`" not in page] == []
 
 
-def test_the_newer_name_of_max_tokens_wins_and_nulls_ask_for_nothing() -> None:
+def test_max_completion_tokens_sets_max_tokens_and_nulls_are_ignored() -> None:
     job = job_of(
         chat("a", max_completion_tokens=9, tools=None, stop=None, user="u", metadata={"k": "v"})
     )
@@ -70,7 +70,7 @@ def test_the_newer_name_of_max_tokens_wins_and_nulls_ask_for_nothing() -> None:
     assert job.params.max_tokens == 9
 
 
-def test_a_completion_without_a_length_has_the_apis_sixteen_tokens() -> None:
+def test_a_completion_without_max_tokens_gets_the_apis_sixteen() -> None:
     assert fields_of(COMPLETIONS_URL, {"model": "m", "prompt": "x"})["max_tokens"] == 16
     assert "max_tokens" not in fields_of(
         CHAT_URL, {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -80,7 +80,9 @@ def test_a_completion_without_a_length_has_the_apis_sixteen_tokens() -> None:
 @pytest.mark.parametrize(
     ("prompt", "field"), [("text", "prompt"), (["text"], "prompt"), ([1, 2], "prompt_ids")]
 )
-def test_prompts(prompt: Any, field: str) -> None:
+def test_a_completion_prompt_may_be_text_one_text_in_a_list_or_token_ids(
+    prompt: Any, field: str
+) -> None:
     job = job_of(completion("a", prompt, logprobs=3, logit_bias={"5": -1}))
     assert isinstance(job, JobRequest)
     assert getattr(job, field)
@@ -88,7 +90,7 @@ def test_prompts(prompt: Any, field: str) -> None:
 
 
 @pytest.mark.parametrize("url", [CHAT_URL, "/v1/completions", "/v1/responses"])
-def test_token_rules_have_their_names_in_every_body(url: str) -> None:
+def test_token_rules_are_read_from_every_kind_of_body(url: str) -> None:
     rules: dict[str, Any] = {
         "bad_words_ids": [[5, 4]], "sequence_bias": [[[5, 4], 3.5]], "no_repeat_ngram_size": 2,
         "suppress_tokens": [1], "begin_suppress_tokens": [2], "forced_bos_token_id": 3,
@@ -112,7 +114,7 @@ def test_a_completion_may_echo_its_prompt() -> None:
     assert not silent.params.echo
 
 
-def test_message_parts_and_roles() -> None:
+def test_message_parts_and_roles_of_a_chat_are_read() -> None:
     parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief"}]
     messages = [{"role": "developer", "content": parts}, {"role": "user", "content": "Hi"}]
     job = job_of(chat("a", messages=messages))
@@ -129,7 +131,7 @@ def test_message_parts_and_roles() -> None:
         {"content": "No"},
     ],
 )
-def test_a_refusal_becomes_the_text_of_the_assistant(turn: dict[str, Any]) -> None:
+def test_a_refusal_in_the_history_becomes_assistant_text(turn: dict[str, Any]) -> None:
     job = job_of(
         chat("a", messages=[{"role": "assistant", **turn}, {"role": "user", "content": "Why?"}])
     )
@@ -137,7 +139,7 @@ def test_a_refusal_becomes_the_text_of_the_assistant(turn: dict[str, Any]) -> No
     assert job.messages == (Message("assistant", "No"), Message("user", "Why?"))
 
 
-def test_what_asks_for_nothing_is_let_pass() -> None:
+def test_parameters_with_neutral_values_are_accepted() -> None:
     assert isinstance(job_of(chat("a", verbosity="medium", reasoning_effort="none")), JobRequest)
     of_vllm: dict[str, Any] = {
         "skip_special_tokens": True, "spaces_between_special_tokens": True,
@@ -165,13 +167,15 @@ def test_what_asks_for_nothing_is_let_pass() -> None:
         ),
     ],
 )
-def test_response_formats(wanted: dict[str, Any], read: ResponseFormat | None) -> None:
+def test_each_response_format_is_read_or_refused(
+    wanted: dict[str, Any], read: ResponseFormat | None
+) -> None:
     job = job_of(chat("a", response_format=wanted))
     assert isinstance(job, JobRequest)
     assert job.params.response_format == read
 
 
-def test_an_effort_is_a_variable_of_the_template() -> None:
+def test_reasoning_effort_becomes_a_template_variable() -> None:
     job = job_of(chat("a", reasoning_effort="low", chat_template_kwargs={"a": 1}))
     assert isinstance(job, JobRequest)
     assert job.chat_template_kwargs == {"reasoning_effort": "low", "a": 1}
@@ -180,7 +184,7 @@ def test_an_effort_is_a_variable_of_the_template() -> None:
     assert (refused.param, refused.code) == ("reasoning_effort", "invalid_value")
 
 
-def test_log_probabilities_of_a_chat() -> None:
+def test_logprobs_and_top_logprobs_of_a_chat_are_read() -> None:
     job = job_of(chat("a", logprobs=True, top_logprobs=2))
     assert isinstance(job, JobRequest)
     assert (job.params.wants_logprobs, job.params.num_top_logprobs) == (True, 2)
@@ -243,7 +247,7 @@ def test_log_probabilities_of_a_chat() -> None:
         ({"n": "many"}, None, "invalid_value"),
     ],
 )
-def test_a_refusal_names_what_is_refused(
+def test_a_refused_chat_body_names_the_parameter_and_the_code(
     body: dict[str, Any], param: str | None, code: str | None
 ) -> None:
     rejected = job_of(chat("a", **body))
@@ -263,13 +267,13 @@ def test_a_refusal_names_what_is_refused(
         {"prompt": []},
     ],
 )
-def test_what_completions_cannot_do(body: dict[str, Any]) -> None:
+def test_unsupported_completion_parameters_are_refused(body: dict[str, Any]) -> None:
     rejected = job_of(completion("a", **body))
     assert isinstance(rejected, BadLine)
     assert (rejected.status, rejected.param) == (400, next(iter(body)))
 
 
-def test_the_queues_own_model_may_stand_in() -> None:
+def test_a_body_without_a_model_uses_the_queues_model() -> None:
     job = job_of(chat("a", model="gpt-4o-mini"), any_model=True)
     assert isinstance(job, JobRequest)
     assert job.model == ""

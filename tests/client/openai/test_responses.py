@@ -43,14 +43,14 @@ def taken(**body: Any) -> JobRequest:
     return job
 
 
-def test_an_input_of_text_with_instructions() -> None:
+def test_text_input_with_instructions_becomes_a_system_and_a_user_message() -> None:
     job = taken(instructions="Be brief.", max_output_tokens=7, temperature=0.5, store=False)
     assert job.messages == (Message("system", "Be brief."), Message("user", "Hi"))
     assert (job.params.max_tokens, job.params.temperature) == (7, 0.5)
     assert job.metadata["endpoint"] == RESPONSES_URL
 
 
-def test_a_history_of_items_is_the_chat_that_it_was() -> None:
+def test_response_items_as_input_become_the_messages_of_the_chat() -> None:
     job = taken(
         input=[
             {"role": "developer", "content": "Use tools."},
@@ -78,7 +78,7 @@ def test_a_history_of_items_is_the_chat_that_it_was() -> None:
     assert (sun.tool_call_id, sun.content) == ("c2", "sun")
 
 
-def test_our_own_answer_is_a_history() -> None:
+def test_the_output_items_of_an_answer_are_accepted_as_input() -> None:
     """A client appends the items of an answer to its input."""
     items = body_of(answer())["output"]
     said = [{"type": "function_call_output", "call_id": "c1", "output": "7"}]
@@ -88,7 +88,7 @@ def test_our_own_answer_is_a_history() -> None:
     assert (job.messages[1].reasoning, job.messages[1].content) == ("Hm", "☁")
 
 
-def test_format_tools_effort_and_log_probabilities() -> None:
+def test_format_tools_effort_and_logprobs_of_a_response_are_read() -> None:
     form = {"type": "json_schema", "name": "n", "strict": True, "schema": SCHEMA}
     assert taken(text={"format": form}).params.response_format == ResponseFormat(json_schema=SCHEMA)
     assert taken(text={"format": {"type": "text"}}).params.response_format is None
@@ -136,7 +136,9 @@ def test_format_tools_effort_and_log_probabilities() -> None:
         ({"model": ""}, "model", "missing_required_parameter"),
     ],
 )
-def test_a_refusal_names_what_is_refused(body: dict[str, Any], param: str, code: str) -> None:
+def test_a_refused_response_body_names_the_parameter_and_the_code(
+    body: dict[str, Any], param: str, code: str
+) -> None:
     refused = job_of(**body)
     assert isinstance(refused, BadLine), refused
     assert (refused.status, refused.param, refused.message and refused.code) == (400, param, code)
@@ -168,7 +170,7 @@ def body_of(job: JobResult) -> dict[str, Any]:
     return body
 
 
-def test_an_answer_is_one_of_theirs() -> None:
+def test_an_answer_is_read_by_openai_s_response_type() -> None:
     received = TheirResponse.model_validate(body_of(answer()), strict=True)
     thoughts, message, call = received.output
     assert isinstance(thoughts, ResponseReasoningItem)
@@ -193,7 +195,7 @@ def test_an_answer_is_one_of_theirs() -> None:
     assert [entry.token for entry in part.logprobs or ()] == ["☁"]
 
 
-def test_a_complete_answer_of_calls_alone_has_no_message() -> None:
+def test_an_answer_of_calls_alone_has_no_message_item() -> None:
     calls = (GeneratedCall("c1", "f", "{}"),)
     job = answer(text="", tool_calls=calls, finish_reason=FinishReason.TOOL_CALLS, logprobs=None)
     received = TheirResponse.model_validate(body_of(job), strict=True)

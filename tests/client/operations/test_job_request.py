@@ -22,7 +22,7 @@ from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_schemas.job import JobRequest, Priority
 
 
-def test_arguments_find_their_place() -> None:
+def test_each_argument_sets_its_field_of_the_request() -> None:
     request = build_request(
         {
             "messages": [{"role": "user", "content": "hi"}],
@@ -48,7 +48,7 @@ def test_arguments_find_their_place() -> None:
     assert abs(request.created_ms - time.time() * 1000) < 60_000
 
 
-def test_token_rules_are_taken_as_json_has_them() -> None:
+def test_token_rules_are_accepted_as_json_lists() -> None:
     request = build_request(
         {
             "prompt": "x",
@@ -73,7 +73,7 @@ def test_token_rules_are_taken_as_json_has_them() -> None:
     assert decode_request(encode(request)) == request
 
 
-def test_times_are_relative_or_absolute() -> None:
+def test_times_may_be_relative_or_absolute() -> None:
     now = time.time()
     relative = build_request({"prompt": "x", "deadline": 60, "not_before": now + 5})
     assert relative.deadline_ms == relative.created_ms + 60_000
@@ -84,7 +84,7 @@ def test_times_are_relative_or_absolute() -> None:
     assert spans.not_before_ms == spans.created_ms + 5_000
 
 
-def test_token_ids_may_come_as_json_has_them() -> None:
+def test_token_ids_of_a_bias_may_be_json_texts() -> None:
     plain, from_json = (
         build_request({"prompt": "x", "logit_bias": {key: 1.5}}) for key in (5, "5")
     )
@@ -105,12 +105,12 @@ def test_all_problems_are_reported_together() -> None:
 
 @pytest.mark.parametrize("name", ["deadline", "not_before"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, "soon"])
-def test_a_time_that_is_none_is_named(name: str, value: object) -> None:
+def test_an_invalid_time_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(InvalidRequest, match=f"^{name}"):
         build_request({"prompt": "x", name: value})
 
 
-def test_unknown_names_are_named() -> None:
+def test_unknown_arguments_are_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match="max_token is neither"):
         build_request({"prompt": "x", "max_token": 3})
 
@@ -123,7 +123,7 @@ def test_ids_are_version_7_and_sort_by_the_order_of_calls() -> None:
     assert before <= int(ids[0].replace("-", "")[:12], 16) <= time.time_ns() // 1_000_000
 
 
-def test_threads_make_no_id_twice() -> None:
+def test_concurrent_threads_make_unique_ids() -> None:
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda _: [new_job_id() for _ in range(1_000)], range(8)))
     assert all(ids == sorted(ids) for ids in made)
@@ -142,7 +142,7 @@ def test_a_handle_is_its_id() -> None:
     )
 
 
-def test_a_handle_travels_as_the_text_it_is() -> None:
+def test_a_handle_is_encoded_as_plain_text() -> None:
     parent = JobHandle("abc")
     request = build_request({"prompt": parent, "metadata": {"parent": parent}})
     assert decode_request(encode(request)).metadata == {"parent": "abc"}
@@ -188,7 +188,7 @@ def test_a_jobs_cost_grows_with_prompt_and_answer() -> None:
         ),
     ],
 )  # fmt: skip
-def test_urls_of_all_kinds(
+def test_each_form_of_server_url_is_accepted(
     url: str, kind: str, hosts: tuple[tuple[str, int], ...], service: str, options: dict[str, Any]
 ) -> None:
     endpoint = parse_url(url)
@@ -206,6 +206,6 @@ def test_urls_of_all_kinds(
      "redis+cluster://", "redis+cluster://h:port", "redis+cluster://h:²", "redis+sentinel://h/main/1/2",
      "redis://h/abc", "redis://h/1/2", "rediss://h/-1"],
 )  # fmt: skip
-def test_wrong_urls_are_refused_in_a_sentence(url: str) -> None:
+def test_a_wrong_server_url_is_refused_in_a_sentence(url: str) -> None:
     with pytest.raises(ConfigurationError):
         parse_url(url)

@@ -52,7 +52,7 @@ def parts_inside(
     st.sampled_from([None, 1, "\t"]),
     st.lists(st.floats(0, 1), max_size=12),
 )
-def test_any_document_cut_anywhere(
+def test_a_document_cut_anywhere_gives_the_same_parts(
     value: Any, ascii_only: bool, indent: Any, cuts: list[float]
 ) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
@@ -62,7 +62,7 @@ def test_any_document_cut_anywhere(
 
 
 @given(VALUES, st.floats(0, 1))
-def test_a_part_comes_with_its_last_character(value: Any, cut: float) -> None:
+def test_a_part_is_given_with_its_last_character(value: Any, cut: float) -> None:
     """A beginning gives the first of the parts that the whole document gives."""
     text = json.dumps(value)
     whole = list(json_parts([text]))
@@ -71,7 +71,7 @@ def test_a_part_comes_with_its_last_character(value: Any, cut: float) -> None:
         assert found == whole[: len(found)]
 
 
-def test_elements_come_before_their_array_and_before_the_end() -> None:
+def test_array_elements_are_given_before_their_array_is_complete() -> None:
     pieces = ['{"items": [{"a": "]"}', ", [1, [2]], 3", "0], ", '"n": 12', ', "x/y~": {"b": [tr']
     assert [list(json_parts(pieces[:count]))[-1:] for count in range(1, 6)] == [
         [JsonPart("/items/0", {"a": "]"})],
@@ -86,7 +86,7 @@ def test_elements_come_before_their_array_and_before_the_end() -> None:
     ]
 
 
-def test_from_an_asynchronous_source() -> None:
+def test_an_asynchronous_source_gives_the_same_parts() -> None:
     async def texts() -> AsyncIterator[str]:
         for text in ("[1, ", "2]"):
             yield text
@@ -104,7 +104,7 @@ def test_from_an_asynchronous_source() -> None:
         "[tru]", "[NaN]", "[01]", '["\\x"]', "[:]", '{"a":}', '["a""b"]', '[1"a"]', "{[]}",
     ],
 )  # fmt: skip
-def test_other_text_is_refused(text: str) -> None:
+def test_text_that_is_not_json_is_refused(text: str) -> None:
     with pytest.raises(msgspec.DecodeError):
         msgspec.json.decode(text)
     with pytest.raises(ValueError, match=r"no JSON|Expecting|delimiter|escape|Extra"):

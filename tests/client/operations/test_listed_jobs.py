@@ -59,7 +59,7 @@ async def test_waiting_jobs_are_listed_by_class_then_by_age(queue: Queue) -> Non
     assert await listed(queue, limit=6) == jobs["interactive"]
 
 
-async def test_one_tenant_fills_the_list_if_others_have_few_jobs(queue: Queue) -> None:
+async def test_jobs_of_one_tenant_fill_the_list_if_others_have_few(queue: Queue) -> None:
     for tenant, count in (("few", 1), ("many", 60), ("some", 4)):
         await queue.client.submit_many([{"prompt": "x", "tenant": tenant}] * count)
     assert len(await listed(queue, limit=50)) == 50

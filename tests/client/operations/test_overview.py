@@ -20,7 +20,7 @@ async def queue(redis_url: str) -> AsyncIterator[Queue]:
     await close_queue(opened)
 
 
-async def test_an_empty_queue(queue: Queue) -> None:
+async def test_the_overview_of_an_empty_queue_has_zeros(queue: Queue) -> None:
     state = await queue.client.overview()
     assert (state.queue, state.waiting, state.running, state.dead, state.workers) == (
         "q",
@@ -34,7 +34,7 @@ async def test_an_empty_queue(queue: Queue) -> None:
     )
 
 
-async def test_waiting_running_and_ended_jobs_are_listed_apart(queue: Queue) -> None:
+async def test_the_overview_counts_waiting_running_and_ended_jobs_separately(queue: Queue) -> None:
     for priority, tenant in (
         ("interactive", "acme"),
         ("interactive", ""),

@@ -42,7 +42,7 @@ RELATIVE: dict[str, Any] = {"deadline": 60, "not_before": timedelta(seconds=40)}
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
-async def test_a_deadline_and_a_delay_from_a_wrong_clock_are_the_server_s(
+async def test_a_relative_deadline_and_delay_count_by_the_server_s_clock(
     redis_url: str, shift: int
 ) -> None:
     with Client(redis_url, queue="q") as client:
@@ -56,7 +56,9 @@ async def test_a_deadline_and_a_delay_from_a_wrong_clock_are_the_server_s(
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
-def test_a_task_s_countdown_and_expires_are_the_server_s(redis_url: str, shift: int) -> None:
+def test_a_task_s_countdown_and_expires_count_by_the_server_s_clock(
+    redis_url: str, shift: int
+) -> None:
     app = Celery("clocks", broker="memory://", backend="cache+memory://")
     task = generation_task(app, queue="q", url=redis_url)
     task.client.clock = shifted(shift)
@@ -65,7 +67,7 @@ def test_a_task_s_countdown_and_expires_are_the_server_s(redis_url: str, shift: 
     task.client.close()
 
 
-def test_absolute_times_stay_as_they_are_given(redis_url: str) -> None:
+def test_absolute_times_are_stored_unchanged(redis_url: str) -> None:
     with Client(redis_url, queue="q") as client:
         client.clock = shifted(3_600)
         given = NOON.timestamp()

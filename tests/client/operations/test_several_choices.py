@@ -68,7 +68,7 @@ class Reader:
 
 
 @given(LENGTHS, st.randoms(use_true_random=False), st.booleans())
-def test_each_choice_is_yielded_once_whatever_the_server_lost_and_whoever_appends_again(
+def test_tokens_of_each_choice_are_yielded_once_after_losses_and_repeated_appends(
     lengths: list[int], rng: random.Random, ends_in_result: bool
 ) -> None:
     result = answer_of_several(lengths)

@@ -53,7 +53,7 @@ def result_of(num_tokens: int) -> JobResult:
     st.randoms(use_true_random=False),
     st.booleans(),
 )
-def test_every_token_once_however_messages_arrive(
+def test_tokens_are_yielded_once_in_order_for_any_arrival_of_messages(
     num_tokens: int, borders: list[int], rng: random.Random, ends_in_result: bool
 ) -> None:
     chunks = cut(num_tokens, borders)
@@ -87,7 +87,9 @@ def test_every_token_once_however_messages_arrive(
 
 
 @given(st.integers(1, 20), st.integers(0, 25), st.booleans())
-def test_starting_after_yields_exactly_the_rest(num_tokens: int, after: int, is_over: bool) -> None:
+def test_starting_after_a_token_yields_exactly_the_rest(
+    num_tokens: int, after: int, is_over: bool
+) -> None:
     cursor = StreamPosition(JOB, after)
     if is_over:
         received = list(cursor.accept_result(result_of(num_tokens)))
@@ -110,7 +112,7 @@ def test_a_message_beyond_the_cursor_waits_for_the_log() -> None:
     assert cursor.num_tokens == 0
 
 
-def test_chunks_cut_anew_after_a_loss_are_trimmed_to_what_is_new() -> None:
+def test_a_repeated_chunk_with_more_tokens_is_trimmed_to_the_new_tokens() -> None:
     """The server lost the last two chunks; the worker sends the same tokens again in one piece."""
     cursor = StreamPosition(JOB)
     received = list(cursor.accept_log(cut(4, [1, 2, 3])))
@@ -122,7 +124,7 @@ def test_chunks_cut_anew_after_a_loss_are_trimmed_to_what_is_new() -> None:
     assert cursor.accept(again) == []
 
 
-def test_what_a_log_without_its_beginning_lacks_comes_from_the_result() -> None:
+def test_tokens_missing_at_a_log_s_beginning_come_from_the_result() -> None:
     cursor = StreamPosition(JOB)
     assert list(cursor.accept_log(cut(5, [1, 2, 3, 4])[3:])) == []
     assert tokens_and_text(list(cursor.accept_result(result_of(5)))) == (
@@ -143,7 +145,7 @@ def two_choices() -> JobResult:
 
 
 @pytest.mark.parametrize("seen", range(5))
-def test_several_choices_are_yielded_once_each_wherever_the_log_ended(seen: int) -> None:
+def test_the_end_of_the_log_may_fall_anywhere_among_several_choices(seen: int) -> None:
     live = [
         Chunk(job_id=JOB, index=0, choice=1, token_ids=(10,), text="b0", n=2),
         Chunk(
@@ -179,7 +181,7 @@ def test_the_end_of_a_choice_without_a_token_is_yielded_once() -> None:
     assert StreamPosition(JOB, received.position).accept(end) == []
 
 
-def test_a_scored_prompt_comes_with_the_first_token_only() -> None:
+def test_prompt_logprobs_are_yielded_with_the_first_token_only() -> None:
     prompt = ScoredPrompt((7, 8), (TokenLogprob(-0.5),))
     result = msgspec.structs.replace(result_of(3), prompt=prompt)
     found = list(StreamPosition(JOB).accept_result(result))
@@ -191,7 +193,7 @@ def test_a_scored_prompt_comes_with_the_first_token_only() -> None:
     assert [(one.token_ids, one.prompt) for one in rest] == [((1,), None)]
 
 
-def test_after_the_end_there_is_nothing() -> None:
+def test_chunks_after_the_end_are_ignored() -> None:
     cursor = StreamPosition(JOB)
     list(cursor.accept_result(result_of(2)))
     assert cursor.accept(last(2)) == []
@@ -199,7 +201,7 @@ def test_after_the_end_there_is_nothing() -> None:
 
 
 @given(st.integers(2, 20), st.data())
-def test_a_reader_that_begins_inside_a_checkpoint_gets_its_rest(
+def test_a_reader_that_begins_inside_a_checkpoint_gets_the_rest_of_it(
     num_tokens: int, data: st.DataObject
 ) -> None:
     start = data.draw(st.integers(0, num_tokens))
@@ -241,7 +243,7 @@ def test_a_position_holds_the_place_of_each_choice() -> None:
     ]
 
 
-def test_a_number_is_no_position_of_several_choices() -> None:
+def test_a_number_as_position_is_refused_for_several_choices() -> None:
     chunk = Chunk(job_id=JOB, index=3, token_ids=(1,), n=2)
     for takes in (
         lambda cursor: cursor.accept(chunk),
@@ -276,12 +278,12 @@ def test_a_number_is_no_position_of_several_choices() -> None:
         ".".join("1" * 129),
     ],
 )
-def test_what_is_no_position_is_refused(value: Any) -> None:
+def test_an_invalid_position_is_refused(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="starting_after is the position of a chunk"):
         StreamPosition(JOB, value)
 
 
-def test_a_choice_that_cannot_be_is_passed_over() -> None:
+def test_a_chunk_of_an_impossible_choice_is_ignored() -> None:
     cursor = StreamPosition(JOB)
     for choice in (-1, 128, 1 << 40):
         assert cursor.accept(Chunk(job_id=JOB, index=0, choice=choice, token_ids=(1,))) == []

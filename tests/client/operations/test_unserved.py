@@ -29,9 +29,7 @@ def url(redis_url: str, allowed_keys: list[str]) -> str:
     return redis_url
 
 
-def test_submit_warns_once_and_asks_nothing_more(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_submits_to_an_unserved_queue_warn_once(url: str, caplog: pytest.LogCaptureFixture) -> None:
     with Client(url, queue="nobody") as client, caplog.at_level(logging.WARNING):
         jobs = [client.submit(prompt="x"), *client.submit_many([{"prompt": "y"}, {"prompt": "z"}])]
         assert [(job.is_unserved, job.is_new) for job in jobs] == [(True, True)] * 3
@@ -47,7 +45,7 @@ def test_submit_warns_once_and_asks_nothing_more(
             program.send([b"ok", b"a", b"new", b"unserved"])
 
 
-def test_waiting_ends_with_a_sentence(url: str) -> None:
+def test_waiting_on_an_unserved_queue_raises_queue_unserved(url: str) -> None:
     with Client(url, queue="nobody", options=SOON) as client:
         job = client.submit(prompt="x")
         for wait in (lambda: client.result(job), lambda: list(client.stream(job))):
@@ -62,7 +60,7 @@ def test_waiting_ends_with_a_sentence(url: str) -> None:
         assert client.is_served() is False
 
 
-def test_a_job_that_is_not_due_waits(url: str) -> None:
+def test_a_job_that_is_not_due_does_not_raise_queue_unserved(url: str) -> None:
     from datetime import timedelta
 
     with Client(url, queue="nobody", options=SOON) as client:
@@ -71,7 +69,7 @@ def test_a_job_that_is_not_due_waits(url: str) -> None:
             client.result(job, timeout=0.3)
 
 
-async def test_the_asynchronous_client_does_the_same(
+async def test_the_asynchronous_client_warns_and_raises_alike(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with AsyncClient(url, queue="nobody", options=SOON) as client:
@@ -105,7 +103,7 @@ async def test_a_queue_whose_workers_are_away_keeps_its_jobs_waiting(
         assert await client.is_served()
 
 
-def test_a_wait_of_any_length_can_be_asked_for(url: str) -> None:
+def test_unserved_waits_may_be_of_any_length(url: str) -> None:
     options = ClientOptions(unserved_s=None, idle_s=0.05)
     with Client(url, queue="nobody", options=options) as client, pytest.raises(ResultTimeout):
         client.result(client.submit(prompt="x"), timeout=0.3)
@@ -146,7 +144,7 @@ async def test_the_command_line_names_a_queue_whose_workers_are_away(
     assert "ever" not in done.stderr
 
 
-def test_a_celery_task_ends_with_the_same_sentence(url: str) -> None:
+def test_a_celery_task_of_an_unserved_queue_ends_with_the_same_sentence(url: str) -> None:
     attributes: dict[str, Any] = {"queue": "nobody", "url": url, "unserved_s": 0.05}
     task = generation_task(
         Celery("unserved", broker="memory://", backend="cache+memory://"), **attributes
@@ -158,7 +156,7 @@ def test_a_celery_task_ends_with_the_same_sentence(url: str) -> None:
         task.client.close()
 
 
-def test_the_queue_in_memory_is_served() -> None:
+def test_the_in_memory_queue_counts_as_served() -> None:
     with InMemoryQueue() as queue, queue.held():
         client = queue.client()
         assert client.submit(prompt="x").is_unserved is False

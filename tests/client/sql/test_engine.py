@@ -28,7 +28,7 @@ class BusyCursor(sqlite3.Cursor):
         return super().execute(statement, *arguments)
 
 
-def test_a_change_of_the_journal_mode_by_another_is_waited_for(
+def test_opening_waits_while_another_connection_changes_the_journal_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect = sqlite3.connect

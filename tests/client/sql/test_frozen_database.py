@@ -13,7 +13,7 @@ from tokenmill_worker.record.migrate import upgrade
 pytestmark = [pytest.mark.redis, pytest.mark.postgres]
 
 
-async def test_a_frozen_database_takes_no_thread_of_the_event_loop(
+async def test_a_frozen_database_blocks_no_thread_of_the_event_loop(
     redis_url: str, own_postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = own_postgres.create_database()

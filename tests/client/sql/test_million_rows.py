@@ -174,7 +174,7 @@ def is_sorted_before_it_is_cut(engine: sa.Engine, found: str) -> bool:
     ],
 )
 @pytest.mark.parametrize("is_deep", [False, True])
-def test_a_page_is_a_range_of_an_index(
+def test_a_page_of_jobs_is_read_from_an_index(
     engine: sa.Engine, column: str | None, value: str | None, is_deep: bool
 ) -> None:
     after = PageToken(MIDDLE_MS, "job-500000") if is_deep else None
@@ -193,7 +193,7 @@ def test_a_page_is_a_range_of_an_index(
     )
 
 
-def test_a_page_between_two_moments(engine: sa.Engine) -> None:
+def test_a_page_between_two_times_is_read_from_an_index(engine: sa.Engine) -> None:
     statement = job_page(
         {"tenant": "t7"}, since_ms=MIDDLE_MS, until_ms=MIDDLE_MS + DAY_MS, limit=50
     )
@@ -208,7 +208,7 @@ def test_a_page_between_two_moments(engine: sa.Engine) -> None:
         ({}, "ix_usage_day_tenant_model"),
     ],
 )
-def test_sums_of_some_days_read_those_days(
+def test_usage_of_some_days_reads_only_these_days(
     engine: sa.Engine, wanted: dict[str, str | None], index: str
 ) -> None:
     statement = usage_sums(
@@ -217,7 +217,7 @@ def test_sums_of_some_days_read_those_days(
     assert index in check(engine, statement)
 
 
-def test_sums_of_all_time_read_two_days_and_the_sums(engine: sa.Engine) -> None:
+def test_usage_of_all_time_reads_two_days_and_the_stored_sums(engine: sa.Engine) -> None:
     """`usage_daily` is small, and read as a whole if that is quicker; the million rows are not."""
     statement = usage_sums(("tenant", "day"), {}, summed_before="2025-01-09")
     found = plan(engine, statement)
@@ -226,7 +226,7 @@ def test_sums_of_all_time_read_two_days_and_the_sums(engine: sa.Engine) -> None:
     assert "ix_usage_day_tenant_model" in found, found
 
 
-def test_what_retention_and_webhooks_look_for(engine: sa.Engine) -> None:
+def test_retention_and_webhook_queries_use_their_indexes(engine: sa.Engine) -> None:
     full = sa.select(jobs.c.id).where(jobs.c.result.is_not(None), jobs.c.finished_ms < MIDDLE_MS)
     assert "ix_jobs_payload" in check(
         engine, full.order_by(jobs.c.finished_ms, jobs.c.id).limit(500)

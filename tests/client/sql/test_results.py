@@ -47,7 +47,7 @@ def results(url: str) -> Any:
     found.close()
 
 
-def test_a_result_is_the_one_that_was_recorded(url: str, results: SqlResults) -> None:
+def test_a_result_is_read_as_it_was_recorded(url: str, results: SqlResults) -> None:
     several = (
         ChoiceResult(text="a", token_ids=(1,)),
         ChoiceResult(index=1, text="b", token_ids=(2,)),
@@ -79,7 +79,7 @@ def test_threads_of_one_client_open_one_database(
         client.look_up("a")
 
 
-def test_after_a_purge_of_payloads_the_rest_is_there(url: str, results: SqlResults) -> None:
+def test_a_job_is_readable_after_its_payload_was_purged(url: str, results: SqlResults) -> None:
     _record(url, finished("a"))
     engine = open_engine(url)
     with engine.begin() as connection:
@@ -159,7 +159,7 @@ def test_usage_sums_are_those_of_the_jobs(url: str, results: SqlResults) -> None
         results.usage(by=("prompt",))  # type: ignore[arg-type]
 
 
-def test_nothing_is_made_where_there_is_no_database(tmp_path: Path) -> None:
+def test_reading_a_missing_sqlite_file_creates_no_file(tmp_path: Path) -> None:
     results = SqlResults(f"sqlite:///{tmp_path}/none.db")
     with pytest.raises(ConfigurationError, match="there is no database at /"):
         results.get("a")
@@ -175,7 +175,7 @@ def test_a_database_without_tables_names_the_command(tmp_path: Path) -> None:
     results.close()
 
 
-def test_a_database_that_is_away_is_one_sentence() -> None:
+def test_an_unreachable_database_is_an_error_of_one_sentence() -> None:
     results = SqlResults("postgresql://nobody:hunter2@127.0.0.1:1/none")
     with pytest.raises(QueueUnavailable) as caught:
         results.get("a")

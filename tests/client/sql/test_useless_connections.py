@@ -45,7 +45,7 @@ def name_of(url: str) -> str:
     return url.rsplit("/", 1)[1]
 
 
-def test_one_function_opens_every_engine() -> None:
+def test_create_engine_is_called_in_one_file_only() -> None:
     roots = [Path(__file__).parents[3] / name for name in ("api_client", "worker", "migrations")]
     files = [path for root in roots for path in root.rglob("*.py")]
     assert [path.name for path in files if "create_engine(" in path.read_text()] == ["engine.py"]
@@ -76,7 +76,7 @@ def test_a_session_that_keeps_a_setting_is_replaced_after_its_first_failure(
 
 
 @postgres_only
-def test_a_client_that_writes_through_a_read_only_session_gets_another_one(
+def test_a_read_only_session_is_replaced_after_a_failed_write(
     postgres: PostgresServer, postgres_url: str
 ) -> None:
     upgrade(postgres_url)
@@ -114,7 +114,9 @@ def test_an_sqlite_connection_that_stayed_read_only_is_replaced(tmp_path: Path) 
     engine.dispose()
 
 
-def test_a_failed_sqlite_connection_keeps_no_lock_while_its_error_is_held(tmp_path: Path) -> None:
+def test_a_failed_sqlite_connection_keeps_no_lock_while_its_error_is_referenced(
+    tmp_path: Path,
+) -> None:
     url = f"sqlite:///{tmp_path}/t.db"
     upgrade(url)
     engine = open_engine(url)
@@ -182,7 +184,7 @@ def test_only_a_missing_table_asks_for_an_upgrade(
 
 
 @postgres_only
-def test_a_lost_prepared_statement_is_no_missing_table(engine: sa.Engine) -> None:
+def test_a_lost_prepared_statement_is_not_reported_as_a_missing_table(engine: sa.Engine) -> None:
     """A pooler answers so where a session has not prepared the statement."""
     results = SqlResults(engine.url.render_as_string(hide_password=False))
     with (
@@ -194,7 +196,7 @@ def test_a_lost_prepared_statement_is_no_missing_table(engine: sa.Engine) -> Non
 
 
 @pytest.mark.parametrize("made_by", ["upgrade", "engine"])
-def test_a_new_sqlite_file_and_its_log_are_for_this_account_alone(
+def test_a_new_sqlite_file_and_its_log_are_readable_by_this_account_only(
     tmp_path: Path, made_by: str
 ) -> None:
     before = os.umask(0o022)
@@ -220,14 +222,14 @@ def test_an_sqlite_file_that_exists_keeps_its_mode(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o640
 
 
-def test_an_sqlite_file_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+def test_an_sqlite_file_that_cannot_be_created_is_an_error_of_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     engine = open_engine(f"sqlite:///{tmp_path}/folder", may_create=True)
     with pytest.raises(sa.exc.OperationalError, match="unable to open database file"):
         engine.connect()
 
 
-def test_a_producer_leaves_the_journal_of_a_file_as_it_is(tmp_path: Path) -> None:
+def test_a_producer_does_not_change_the_journal_mode(tmp_path: Path) -> None:
     file = tmp_path / "t.db"
     sqlite3.connect(file).execute("CREATE TABLE t (a)")
     engine: Any = open_engine(f"sqlite:///{file}", is_producer=True)

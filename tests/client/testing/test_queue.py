@@ -76,7 +76,9 @@ def test_a_scheduled_job_is_answered_once_it_is_due(client: Client) -> None:
     assert client.depth().num_queued == 0
 
 
-def test_thoughts_and_tool_calls_are_scripted(queue: InMemoryQueue, client: Client) -> None:
+def test_a_scripted_answer_may_have_thoughts_and_tool_calls(
+    queue: InMemoryQueue, client: Client
+) -> None:
     answer = Answer(
         "I look.",
         reasoning="Where is Bern?",
@@ -112,7 +114,7 @@ def test_thoughts_and_tool_calls_are_scripted(queue: InMemoryQueue, client: Clie
     ]
 
 
-def test_a_function_may_answer_and_max_tokens_cuts() -> None:
+def test_a_function_may_answer_and_max_tokens_cuts_its_text() -> None:
     def echo(request: JobRequest) -> str:
         return f"you said {request.prompt}"
 
@@ -127,7 +129,7 @@ def test_a_function_may_answer_and_max_tokens_cuts() -> None:
     assert [choice.text for choice in three.choices] == ["you said 3", "you said 3"]
 
 
-def test_failures_keep_the_partial_text(queue: InMemoryQueue, client: Client) -> None:
+def test_a_scripted_failure_keeps_the_partial_text(queue: InMemoryQueue, client: Client) -> None:
     queue.answer(failure("engine_error", "the device is gone", after="I was", retryable=True))
     job = client.submit(prompt="?")
     with pytest.raises(JobFailed, match="the device is gone") as caught:
@@ -137,7 +139,7 @@ def test_failures_keep_the_partial_text(queue: InMemoryQueue, client: Client) ->
     assert caught.value.result.error.retryable
 
 
-def test_a_held_answer_stands_still_in_the_middle(queue: InMemoryQueue, client: Client) -> None:
+def test_a_held_answer_stops_after_its_first_tokens(queue: InMemoryQueue, client: Client) -> None:
     queue.answer(Answer("one two three", hold_after=2))
     with queue.held():
         job = client.submit(prompt="?")
@@ -151,7 +153,9 @@ def test_a_held_answer_stands_still_in_the_middle(queue: InMemoryQueue, client: 
     assert client.result(job, timeout=WAIT_S).text == "one two three"
 
 
-def test_cancel_while_it_runs_waits_or_is_over(queue: InMemoryQueue, client: Client) -> None:
+def test_cancel_works_on_running_waiting_and_ended_jobs(
+    queue: InMemoryQueue, client: Client
+) -> None:
     queue.answer(Answer("word " * 10_000, pause_s=0.01))
     running = client.submit(prompt="?")
     wait_for_tokens(client, running, 2)
@@ -168,7 +172,7 @@ def test_cancel_while_it_runs_waits_or_is_over(queue: InMemoryQueue, client: Cli
     assert client.cancel(running) == "cancelled"
 
 
-def test_deadlines_idempotency_and_limits_are_the_real_ones(
+def test_deadlines_idempotency_keys_and_limits_work_as_on_a_real_queue(
     queue: InMemoryQueue, client: Client
 ) -> None:
     queue.answer(Answer("word " * 10_000, pause_s=0.01))
@@ -195,7 +199,7 @@ async def test_the_asynchronous_client_streams_side_by_side(queue: InMemoryQueue
     assert sorted(answers) == [f"answer number {n}" for n in range(5)]
 
 
-def test_an_error_in_the_tests_own_function_is_raised() -> None:
+def test_an_error_in_an_answer_function_is_raised() -> None:
     def broken(request: JobRequest) -> str:
         raise ZeroDivisionError(request.prompt)
 
@@ -217,7 +221,7 @@ CITY: dict[str, Any] = {
 }
 
 
-def test_an_answer_that_breaks_its_schema_has_the_error_of_a_worker() -> None:
+def test_an_answer_that_breaks_its_schema_fails_as_on_a_worker() -> None:
     pytest.importorskip("jsonschema_rs")
     good, bad = '{"name": "Ulm", "people": 126000}', '{"name": "Ulm", "people": "many"}'
     with InMemoryQueue() as queue:
@@ -292,7 +296,7 @@ def shape_of(value: object) -> list[str]:
     return sorted(set(msgspec.to_builtins(value)) - {"usage", "started_ms", "text"})
 
 
-async def test_continuations_are_scored_as_scripted(queue: InMemoryQueue, client: Client) -> None:
+async def test_continuations_have_the_scripted_scores(queue: InMemoryQueue, client: Client) -> None:
     queue.answer(Answer("", total_logprobs=(-1.5, -0.5)))
     result = await asyncio.to_thread(
         client.score, [" Paris", " a big town", " x"], prompt="It is", timeout=WAIT_S

@@ -29,7 +29,7 @@ async def test_messages_come_in_order_with_and_without_a_waiting_reader() -> Non
     assert [await mailbox.receive(5) for _ in range(3)] == [b"1", b"2", b"3"]
 
 
-async def test_a_timeout_yields_none_and_loses_no_message() -> None:
+async def test_a_receive_that_times_out_returns_none_and_loses_no_message() -> None:
     mailbox = subscription()
     assert await mailbox.receive(0.02) is None
     waiting = asyncio.create_task(mailbox.receive(0.02))
@@ -40,7 +40,7 @@ async def test_a_timeout_yields_none_and_loses_no_message() -> None:
 
 
 @pytest.mark.parametrize("more", [[], [b"b", b"c"]])
-async def test_a_message_for_a_receiver_that_is_cancelled_meanwhile_is_the_next_one_s(
+async def test_a_message_for_a_cancelled_receiver_goes_to_the_next_receive(
     more: list[bytes],
 ) -> None:
     mailbox = subscription()
@@ -55,7 +55,7 @@ async def test_a_message_for_a_receiver_that_is_cancelled_meanwhile_is_the_next_
     assert [await mailbox.receive(5) for _ in range(1 + len(more))] == [b"a", *more]
 
 
-async def test_a_cancelled_wait_takes_nothing_from_the_next() -> None:
+async def test_a_message_after_a_cancelled_receive_goes_to_the_next_receive() -> None:
     mailbox = subscription()
     receiver = asyncio.create_task(mailbox.receive(5))
     await asyncio.sleep(0)
@@ -66,7 +66,7 @@ async def test_a_cancelled_wait_takes_nothing_from_the_next() -> None:
     assert await mailbox.receive(5) == b"a"
 
 
-async def test_a_slow_reader_gets_a_sign_of_missed_messages() -> None:
+async def test_a_slow_reader_is_notified_of_missed_messages() -> None:
     mailbox = subscription()
     for number in range(MAX_WAITING + 2):
         mailbox.deliver(b"%d" % number)
@@ -75,7 +75,7 @@ async def test_a_slow_reader_gets_a_sign_of_missed_messages() -> None:
 
 
 @pytest.mark.redis
-async def test_a_channel_that_the_connection_did_not_take_is_subscribed_on_the_next(
+async def test_a_channel_refused_by_a_failed_connection_is_subscribed_on_the_next(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = redis.asyncio.Redis.from_url(redis_url)

@@ -25,6 +25,6 @@ def test_each_pause_is_spread_at_random():
 
 
 @pytest.mark.parametrize(("asked_s", "pause_s"), [(0.1, 1.0), (50.0, 50.0), (1e8, 60.0)])
-def test_a_pause_that_the_server_asks_for_is_honoured_up_to_the_longest(asked_s, pause_s):
+def test_a_pause_that_the_server_asks_for_is_kept_up_to_the_longest(asked_s, pause_s):
     backoff = Backoff(first_s=1.0, longest_s=60.0, spread=(1.0, 1.0))
     assert backoff.delay_s(1, asked_s) == pause_s

@@ -23,7 +23,7 @@ async def failing() -> str:
 
 
 @pytest.mark.parametrize("body", [forgetful, failing])
-async def test_a_swallowed_cancellation_is_raised_all_the_same(
+async def test_a_swallowed_cancellation_is_raised_again(
     body: Callable[[], Awaitable[str]],
 ) -> None:
     reached = []
@@ -41,7 +41,7 @@ async def test_a_swallowed_cancellation_is_raised_all_the_same(
     assert reached == []
 
 
-async def test_without_one_nothing_happens() -> None:
+async def test_without_a_cancellation_results_and_errors_pass_unchanged() -> None:
     with reraise_cancellation():
         await asyncio.sleep(0)
     with pytest.raises(ConnectionError), reraise_cancellation():
@@ -55,14 +55,14 @@ async def test_without_one_nothing_happens() -> None:
             await asyncio.sleep(10)
 
 
-async def test_an_event_is_waited_for_until_it_comes_or_the_time_is_up() -> None:
+async def test_waiting_for_an_event_ends_with_the_event_or_the_timeout() -> None:
     event = asyncio.Event()
     assert not await wait_at_most(event, 0.001)
     asyncio.get_running_loop().call_soon(event.set)
     assert await wait_at_most(event, 30)
 
 
-async def test_waiting_ends_by_a_cancellation_that_comes_with_the_event() -> None:
+async def test_a_cancellation_that_comes_with_the_event_ends_the_wait() -> None:
     event, reached = asyncio.Event(), []
 
     async def wait() -> None:
@@ -78,7 +78,7 @@ async def test_waiting_ends_by_a_cancellation_that_comes_with_the_event() -> Non
     assert reached == []
 
 
-async def test_a_task_that_swallows_cancellations_is_ended_all_the_same() -> None:
+async def test_a_task_that_swallows_cancellations_is_cancelled_until_it_ends() -> None:
     swallowed: list[int] = []
 
     async def stubborn() -> None:

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.redis
 @pytest.mark.parametrize(
     "url", ["redis://h?pass=hunter2", "redis+sentinel://h/main?pass=hunter2", "unix:///s?pass=x"]
 )
-def test_an_unknown_option_is_refused_without_repeating_it(kind: Any, url: str) -> None:
+def test_an_unknown_url_option_is_refused_without_printing_its_value(kind: Any, url: str) -> None:
     with pytest.raises(ConfigurationError, match=r"has an option that Redis clients do not know$"):
         kind(url)
 
 
 @pytest.mark.parametrize("kind", [connect, connect_async])
-def test_a_socket_of_this_machine_may_be_named(kind: Any) -> None:
+def test_a_unix_socket_url_is_accepted(kind: Any) -> None:
     options = kind("unix:///run/redis.sock?db=1").connection_pool.connection_kwargs
     assert (options["path"], options["db"]) == ("/run/redis.sock", 1)
 
@@ -66,14 +66,14 @@ def test_a_numeric_option_is_a_number_in_every_form_of_url(
         ("redis+cluster://h?db=3", "a Redis Cluster has only database 0"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_in_a_sentence(
+def test_a_url_option_with_an_impossible_value_is_refused_in_a_sentence(
     kind: Any, url: str, reason: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         kind(url)
 
 
-def test_a_cluster_s_own_options_are_read() -> None:
+def test_options_of_a_cluster_url_are_read() -> None:
     url = "redis+cluster://h?require_full_coverage=false&reinitialize_steps=3&socket_timeout=2"
     expected = {"require_full_coverage": False, "reinitialize_steps": 3, "socket_timeout": 2.0}
     assert parse_url(url).options == expected
@@ -88,14 +88,14 @@ def test_certificates_are_left_unchecked_in_celery_s_spelling_too(url: str, spel
     assert pool.connection_kwargs["ssl_cert_reqs"] == "none"
 
 
-def test_hosts_may_have_blanks_and_a_service_may_be_quoted() -> None:
+def test_a_sentinel_url_may_have_blanks_and_a_quoted_service() -> None:
     endpoint = parse_url(" REDIS+SENTINEL://a:26380, b , [::1]:26381/my%20service%2Fx/2 ")
     assert endpoint.hosts == (("a", 26380), ("b", 26379), ("::1", 26381))
     assert (endpoint.service, endpoint.options["db"]) == ("my service/x", 2)
     assert parse_url(" REDIS://h ").url == "redis://h"
 
 
-async def test_sentinels_that_are_away_are_spoken_of_in_a_sentence() -> None:
+async def test_unreachable_sentinels_are_an_error_of_one_sentence() -> None:
     url = f"redis+sentinel://127.0.0.1:{free_port()}/main/0"
     with (
         Client(url, queue="q") as client,
@@ -107,7 +107,7 @@ async def test_sentinels_that_are_away_are_spoken_of_in_a_sentence() -> None:
             await aclient.depth()
 
 
-async def test_a_worker_s_error_without_a_primary_is_one_short_sentence() -> None:
+async def test_a_worker_without_a_primary_reports_one_short_sentence() -> None:
     link = Link(retries=0)
     aclient = connect_async(f"redis+sentinel://127.0.0.1:{free_port()}/main/0", link)
     with pytest.raises(RedisUnavailable) as caught, translated_errors():
@@ -116,7 +116,7 @@ async def test_a_worker_s_error_without_a_primary_is_one_short_sentence() -> Non
     assert str(caught.value) == "cannot reach Redis: No master found for 'main'"
 
 
-def test_a_server_s_words_hold_no_place_in_a_script(redis_url: str) -> None:
+def test_a_script_error_is_reported_without_its_place_in_the_script(redis_url: str) -> None:
     with connect(redis_url) as client, pytest.raises(ResponseError, match="script:") as caught:
         client.eval("return redis.call('NOSUCH')", 0)
     assert "user_script" not in server_words(caught.value)
@@ -133,7 +133,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", refuse)
 
 
-def test_threads_connections_look_no_version_up_and_name_no_library(
+def test_connections_of_threads_look_up_no_version_and_send_no_library_name(
     redis_url: str, request: pytest.FixtureRequest
 ) -> None:
     with connect(redis_url, Link(client_name="ours")) as client:
@@ -147,7 +147,7 @@ def test_threads_connections_look_no_version_up_and_name_no_library(
     assert len(ours) >= 3
 
 
-async def test_a_loop_s_connections_look_no_version_up(
+async def test_connections_of_an_event_loop_look_up_no_version(
     redis_url: str, request: pytest.FixtureRequest
 ) -> None:
     async with connect_async(redis_url) as client:

@@ -46,7 +46,7 @@ def failover(
     return Failover(servers, make_proxy(servers[0].port))
 
 
-async def test_a_worker_goes_on_at_the_new_primary(failover: Failover) -> None:
+async def test_a_worker_continues_at_the_new_primary_after_a_failover(failover: Failover) -> None:
     redis = connect_async(failover.proxy.url)
     worker = JobStream(redis, Keys(QUEUE), "w1")
     async with AsyncClient(failover.proxy.url, queue=QUEUE) as client:
@@ -67,7 +67,7 @@ async def test_a_worker_goes_on_at_the_new_primary(failover: Failover) -> None:
     await redis.aclose()
 
 
-async def test_clients_go_on_at_the_new_primary(failover: Failover) -> None:
+async def test_clients_continue_at_the_new_primary_after_a_failover(failover: Failover) -> None:
     with Client(failover.proxy.url, queue=QUEUE, options=ClientOptions()) as client:
         async with AsyncClient(failover.proxy.url, queue=QUEUE) as aclient:
             await asyncio.gather(

@@ -57,7 +57,7 @@ async def wired(url: str) -> AsyncIterator[tuple[RawRedisProtocol, ReadReplies, 
         await client.aclose()
 
 
-async def test_replies_come_in_the_order_of_the_commands_and_whole(redis_url: str) -> None:
+async def test_replies_are_whole_and_in_the_order_of_the_commands(redis_url: str) -> None:
     async with wired(redis_url) as (wire, read, _):
         large = b"x" * (3 * READ_BYTES + 1)
         wire.send("ECHO", large)
@@ -68,7 +68,7 @@ async def test_replies_come_in_the_order_of_the_commands_and_whole(redis_url: st
         assert not read.ends
 
 
-async def test_an_error_that_the_server_reports_is_a_reply(redis_url: str) -> None:
+async def test_an_error_reported_by_the_server_is_passed_on_as_a_reply(redis_url: str) -> None:
     async with wired(redis_url) as (wire, read, _):
         wire.send("EVALSHA", "0" * 40, 0)
         wire.send("NONSENSE")
@@ -79,7 +79,7 @@ async def test_an_error_that_the_server_reports_is_a_reply(redis_url: str) -> No
         assert read.replies[2] == b"a"
 
 
-async def test_it_ends_once_and_nothing_can_be_sent_then(
+async def test_a_lost_connection_ends_once_and_refuses_further_commands(
     make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     server = make_valkey(persistent=False)
@@ -94,7 +94,7 @@ async def test_it_ends_once_and_nothing_can_be_sent_then(
         assert isinstance(read.ends[0], ConnectionError)
 
 
-async def test_nothing_is_handed_on_after_an_end(redis_url: str) -> None:
+async def test_replies_after_the_end_of_a_connection_are_dropped(redis_url: str) -> None:
     """Several replies arrive together, and the first one makes its owner end the connection."""
     async with wired(redis_url) as (wire, read, _):
 
@@ -110,7 +110,7 @@ async def test_nothing_is_handed_on_after_an_end(redis_url: str) -> None:
         assert read.replies == [b"a"]
 
 
-async def test_bytes_that_are_no_replies_end_it() -> None:
+async def test_bytes_that_are_no_replies_end_the_connection() -> None:
     async def speak_nonsense(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()
@@ -129,7 +129,7 @@ async def test_bytes_that_are_no_replies_end_it() -> None:
         server.close()
 
 
-async def test_a_connection_without_a_transport_is_left_to_the_library() -> None:
+async def test_a_connection_without_a_transport_is_used_through_the_library() -> None:
     fakeredis = pytest.importorskip("fakeredis")
     client = fakeredis.FakeAsyncRedis()
     connection = await client.connection_pool.get_connection()
@@ -138,7 +138,9 @@ async def test_a_connection_without_a_transport_is_left_to_the_library() -> None
     await client.aclose()
 
 
-async def test_this_redis_py_has_the_private_attributes_that_are_read(redis_url: str) -> None:
+async def test_the_installed_redis_py_has_the_private_attributes_that_are_read(
+    redis_url: str,
+) -> None:
     """A failure here means a new redis-py: without the fast path everything works, but each reply
     costs more CPU time.
     """
@@ -160,7 +162,7 @@ async def test_this_redis_py_has_the_private_attributes_that_are_read(redis_url:
 
 
 @pytest.mark.parametrize("name", ["WRITER", "PARSER"])
-async def test_a_redis_py_without_them_uses_its_own_connection_and_logs_once(
+async def test_a_redis_py_without_these_attributes_uses_its_own_connection_and_logs_once(
     redis_url: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(raw_protocol, name, "_renamed")

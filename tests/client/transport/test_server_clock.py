@@ -31,13 +31,13 @@ class Machine:
         self.monotonic += round(seconds * S)
 
 
-def test_before_a_reading_the_wall_clock_s_time_counts() -> None:
+def test_the_clock_shows_wall_clock_time_before_the_first_reading() -> None:
     machine = Machine()
     clock = machine.clock()
     assert (clock.now_ns(), clock.skew_s, clock.is_fresh) == (machine.wall, 0.0, False)
 
 
-def test_after_a_reading_the_server_s_time_counts_and_goes_on() -> None:
+def test_the_clock_shows_the_server_s_time_after_a_reading_and_advances() -> None:
     machine = Machine()
     clock = machine.clock()
     clock.note(SERVER)
@@ -46,7 +46,7 @@ def test_after_a_reading_the_server_s_time_counts_and_goes_on() -> None:
     assert clock.skew_s == -3_600.0
 
 
-def test_a_jump_of_the_wall_clock_changes_no_time() -> None:
+def test_a_jump_of_the_wall_clock_does_not_change_the_server_s_time() -> None:
     machine = Machine()
     clock = machine.clock()
     clock.note(SERVER)
@@ -54,7 +54,7 @@ def test_a_jump_of_the_wall_clock_changes_no_time() -> None:
     assert (clock.now_ns(), clock.skew_s) == (SERVER, 3_600.0)
 
 
-def test_a_moment_of_the_server_is_converted_to_the_monotonic_clock() -> None:
+def test_a_server_time_is_converted_to_the_monotonic_clock() -> None:
     machine = Machine()
     clock = machine.clock()
     clock.note(SERVER)
@@ -146,7 +146,7 @@ async def test_a_cluster_s_time_is_that_of_the_queue_s_node() -> None:
 
 
 @pytest.mark.redis
-def test_a_user_who_may_not_ask_keeps_the_wall_clock_s_time(
+def test_a_user_without_the_right_to_read_the_time_keeps_wall_clock_time(
     make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     server = make_valkey()

@@ -51,7 +51,7 @@ async def begin(*tasks: asyncio.Task[Any]) -> None:
     time.sleep(FREEZE_S)  # noqa: ASYNC251 - the loop has to stand still
 
 
-async def test_a_reply_that_came_meanwhile_is_read(slow) -> None:
+async def test_a_reply_that_came_during_a_pause_of_the_loop_is_read(slow) -> None:
     async with client_through(slow) as client:
         await client.depth()  # connects
         call = asyncio.create_task(client.depth())
@@ -59,14 +59,16 @@ async def test_a_reply_that_came_meanwhile_is_read(slow) -> None:
         assert (await call).num_queued == 0
 
 
-async def test_a_connection_that_opened_meanwhile_is_used(slow) -> None:
+async def test_a_connection_that_opened_during_a_pause_of_the_loop_is_used(slow) -> None:
     async with client_through(slow) as client:
         call = asyncio.create_task(client.depth())
         await begin(call)
         assert (await call).num_queued == 0
 
 
-async def test_a_held_connection_reads_the_reply_that_came_meanwhile(slow) -> None:
+async def test_a_pipelined_connection_reads_a_reply_that_came_during_a_pause_of_the_loop(
+    slow,
+) -> None:
     redis = connect_async(slow.url, Link(timeout_s=LIMIT_S))
     line = PipelinedConnection(redis)
     await line.call(ECHO, KEY, "a")
@@ -76,7 +78,9 @@ async def test_a_held_connection_reads_the_reply_that_came_meanwhile(slow) -> No
     await redis.aclose()
 
 
-async def test_a_subscription_that_was_confirmed_meanwhile_begins(slow, monkeypatch) -> None:
+async def test_a_subscription_confirmed_during_a_pause_of_the_loop_begins(
+    slow, monkeypatch
+) -> None:
     monkeypatch.setattr(async_pubsub, "_CONFIRM_S", LIMIT_S)
     redis = connect_async(slow.url)
     pubsub = async_pubsub.PubSubMultiplexer(redis)
@@ -106,7 +110,7 @@ async def test_no_stream_of_a_starved_client_raises(slow, redis_url) -> None:
 
 
 @pytest.mark.parametrize("use", ["call", "held", "subscribe"])
-async def test_a_server_that_does_not_answer_is_given_up(slow, monkeypatch, use) -> None:
+async def test_a_call_to_a_silent_server_raises_after_the_limit(slow, monkeypatch, use) -> None:
     monkeypatch.setattr(async_pubsub, "_CONFIRM_S", LIMIT_S)
     link = Link(timeout_s=LIMIT_S, connect_timeout_s=LIMIT_S)
     redis = connect_async(slow.url, link)
@@ -127,7 +131,9 @@ async def test_a_server_that_does_not_answer_is_given_up(slow, monkeypatch, use)
     await redis.aclose()
 
 
-async def test_a_connection_that_does_not_open_is_given_up(make_proxy, valkey, redis_url) -> None:
+async def test_a_connection_that_does_not_open_raises_after_the_limit(
+    make_proxy, valkey, redis_url
+) -> None:
     proxy = make_proxy(valkey.port)
     proxy.freeze()
     async with client_through(proxy) as client:
@@ -184,7 +190,9 @@ print(read() if how == "threads" else asyncio.run(read_async()), flush=True)
 
 @pytest.mark.parametrize("how", ["threads", "loop"])
 @pytest.mark.parametrize("when", ["it connects", "it waits"])
-async def test_a_stopped_client_process_goes_on_where_it_was(slow, redis_url, how, when) -> None:
+async def test_a_client_process_continues_after_sigstop_and_sigcont(
+    slow, redis_url, how, when
+) -> None:
     async with AsyncClient(redis_url, queue=QUEUE) as client:
         job = str(await client.submit(prompt="x"))
         process = await asyncio.create_subprocess_exec(

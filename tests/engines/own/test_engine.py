@@ -46,7 +46,7 @@ def lone(prompt, params=GREEDY):
 PROMPTS = [[65 + i, 66, 67 + i] * (1 + 3 * i) for i in range(12)]
 
 
-def test_a_batch_comes_back_in_order_and_each_as_if_alone(engine):
+def test_a_batch_is_returned_in_order_with_the_answers_of_single_runs(engine):
     outputs = engine.generate_batch(PROMPTS, [GREEDY] * len(PROMPTS))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output.token_ids == lone(prompt).token_ids
@@ -55,7 +55,7 @@ def test_a_batch_comes_back_in_order_and_each_as_if_alone(engine):
     check_integrity(engine.scheduler)
 
 
-def test_requests_join_and_leave_at_every_step(engine):
+def test_requests_that_join_at_any_step_get_the_answers_of_single_runs(engine):
     waiting = list(enumerate(PROMPTS))
     outputs = {}
     while waiting or engine.has_work:
@@ -82,7 +82,7 @@ def test_cancel_in_every_state_gives_a_result_and_frees_the_blocks(engine, steps
     check_integrity(engine.scheduler)
 
 
-def test_a_duplicate_id_is_refused_and_the_first_goes_on(engine):
+def test_a_duplicate_id_is_refused_and_the_first_request_continues(engine):
     for prompt in PROMPTS[:2]:
         engine.submit(
             [GenerationRequest(request_id="twin", prompt=Prompt(tuple(prompt)), params=GREEDY)]
@@ -105,7 +105,7 @@ def test_a_duplicate_id_is_refused_and_the_first_goes_on(engine):
         ([65], {"top_k": -5}),
     ],
 )
-def test_what_cannot_run_is_refused_and_the_loop_goes_on(engine, prompt, params):
+def test_an_impossible_request_is_refused_and_others_continue(engine, prompt, params):
     engine.submit(
         [
             GenerationRequest(
@@ -119,7 +119,7 @@ def test_what_cannot_run_is_refused_and_the_loop_goes_on(engine, prompt, params)
     assert engine.generate_batch([PROMPTS[0]], GREEDY)[0].token_ids == lone(PROMPTS[0]).token_ids
 
 
-def test_a_failing_step_fails_its_cause_alone(engine):
+def test_a_failing_step_fails_only_the_request_that_causes_it(engine):
     guilty = list(b"please [[fail]] here")
     prompts = [*PROMPTS[:3], guilty, *PROMPTS[3:6]]
     outputs = engine.generate_batch(prompts, GREEDY)
@@ -133,7 +133,7 @@ def test_a_failing_step_fails_its_cause_alone(engine):
     check_integrity(engine.scheduler)
 
 
-def test_stop_tokens_and_end_of_text(engine):
+def test_stop_tokens_and_the_end_token_end_an_answer(engine):
     whole = lone(
         PROMPTS[0], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     ).token_ids
@@ -147,7 +147,7 @@ def test_stop_tokens_and_end_of_text(engine):
     assert ended.token_ids[-1] == END_OF_TEXT
 
 
-def test_a_resumed_answer_goes_on_as_it_would_have(engine):
+def test_a_resumed_answer_continues_with_the_same_tokens(engine):
     whole = lone(PROMPTS[2]).token_ids
     engine.submit(
         [
@@ -165,7 +165,7 @@ def test_a_resumed_answer_goes_on_as_it_would_have(engine):
     assert tuple(tokens) == whole[13:]
 
 
-def test_choices_share_their_prompt_and_differ(engine):
+def test_choices_of_a_request_share_the_prompt_and_differ(engine):
     params = SamplingParams(max_tokens=10, n=3, seed=4, ignore_eos=True)
     output = engine.generate_batch([PROMPTS[8]], params)[0]
     assert len({choice.token_ids for choice in output.choices}) == 3
@@ -173,7 +173,7 @@ def test_choices_share_their_prompt_and_differ(engine):
     assert engine.stats().computed_tokens < 2 * len(PROMPTS[8])
 
 
-def test_stop_without_draining_ends_everything():
+def test_stop_without_draining_cancels_every_request():
     engine = engine_of(config())
     ids = engine.add_requests(PROMPTS, GREEDY)
     engine.step()
@@ -182,7 +182,7 @@ def test_stop_without_draining_ends_everything():
     assert reasons == {FinishReason.CANCELLED}
 
 
-def test_a_cancel_ends_no_later_request_of_the_same_id(engine):
+def test_a_cancel_does_not_end_a_later_request_with_the_same_id(engine):
     engine.add_request(PROMPTS[0], GREEDY, "a")
     engine.step()
     engine.cancel("a")
@@ -283,7 +283,7 @@ class Unheard(BrokenRunner):
 
 
 @pytest.mark.parametrize("kind", [BrokenRunner, Unheard])
-def test_a_lost_device_is_the_engines_error_not_a_requests(kind):
+def test_a_lost_device_is_an_engine_error_and_fails_no_request(kind):
     engine = CollectingEngine.around(kind.load(config()))
     engine.add_requests(PROMPTS[:4], GREEDY)
     events = []
@@ -313,5 +313,5 @@ def test_a_lost_device_is_recognised_by_its_messages(words):
 @pytest.mark.parametrize(
     "error", ["CUDA out of memory. Tried to allocate 2.00 GiB", "an unknown error in a grammar"]
 )
-def test_what_a_device_survives_is_no_loss(error):
+def test_errors_that_a_device_survives_are_not_taken_for_its_loss(error):
     assert not is_device_lost(RuntimeError(error))

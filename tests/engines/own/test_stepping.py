@@ -76,7 +76,7 @@ def run(engine: Engine) -> dict[str, TokenEvent]:
     return ends
 
 
-def test_a_step_that_fails_whatever_it_holds_is_the_engines_error() -> None:
+def test_a_step_that_fails_with_any_content_is_an_engine_error() -> None:
     runner = Faulty.make(fails=lambda plan: True)
     engine = Engine.around(runner)
     engine.submit(requests(*(f"job-{number}" for number in range(200))))
@@ -88,21 +88,21 @@ def test_a_step_that_fails_whatever_it_holds_is_the_engines_error() -> None:
     assert len(engine.request_ids()) == 200
 
 
-def test_a_lone_request_does_not_fail_with_an_engine_that_fails_whatever_it_holds() -> None:
+def test_a_lone_request_does_not_fail_if_every_step_of_the_engine_fails() -> None:
     engine = Engine.around(Faulty.make(fails=lambda plan: True))
     engine.submit(requests("alone"))
     with pytest.raises(EngineError):
         engine.step()
 
 
-def test_a_model_that_gives_no_finite_logits_for_any_token_is_the_engines_error() -> None:
+def test_a_model_without_finite_logits_for_any_token_is_an_engine_error() -> None:
     engine = Engine.around(Faulty.make(spoils=lambda plan: True))
     engine.submit(requests("a", "b", "c"))
     with pytest.raises(StepsFailError, match="not finite"):
         engine.step()
 
 
-def test_one_request_without_finite_logits_fails_alone() -> None:
+def test_a_request_without_finite_logits_fails_alone() -> None:
     engine = Engine.around(
         Faulty.make(spoils=lambda plan: holds(plan, "bad") and len(plan.scheduled) == 1)
     )
@@ -111,7 +111,7 @@ def test_one_request_without_finite_logits_fails_alone() -> None:
     assert (ends["bad"].finish_reason, ends["bad"].error) == (FinishReason.ERROR, NOT_FINITE)
 
 
-def test_bad_requests_among_good_ones_fail_however_many_they_are() -> None:
+def test_many_bad_requests_fail_and_the_good_ones_among_them_end() -> None:
     engine = Engine.around(Faulty.make(fails=lambda plan: holds(plan, "bad")))
     engine.submit(
         requests(
@@ -125,14 +125,14 @@ def test_bad_requests_among_good_ones_fail_however_many_they_are() -> None:
     }
 
 
-def test_bad_requests_alone_fail_one_by_one() -> None:
+def test_bad_requests_without_good_ones_fail_one_by_one() -> None:
     engine = Engine.around(Faulty.make(fails=lambda plan: holds(plan, "bad")))
     engine.submit(requests("bad-1", "bad-2"))
     assert {event.finish_reason for event in run(engine).values()} == {FinishReason.ERROR}
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_many_requests_that_fail_in_a_row_are_the_engines_error(together: bool) -> None:
+def test_many_failing_requests_in_a_row_are_an_engine_error(together: bool) -> None:
     """The probe passes, as it may where memory is short: it holds fewer rows and no penalties."""
     engine = Engine.around(Faulty.make(fails=lambda plan: not holds(plan, "probe")))
     names = [f"job-{number}" for number in range(50)]
@@ -148,7 +148,7 @@ def test_many_requests_that_fail_in_a_row_are_the_engines_error(together: bool) 
     assert len(ends) <= MAX_FAILED_REQUESTS
 
 
-def test_a_step_that_succeeds_between_clears_the_engine() -> None:
+def test_a_successful_step_resets_the_count_of_failing_requests() -> None:
     engine = Engine.around(Faulty.make(fails=lambda plan: holds(plan, "bad")))
     for number in range(3 * MAX_FAILED_REQUESTS):
         engine.submit(requests(f"bad-{number}"))

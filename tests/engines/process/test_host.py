@@ -38,7 +38,7 @@ def is_alive(pid: int | None) -> bool:
 
 
 @pytest.mark.parametrize("moment", ["before the process exists", "while it loads"])
-async def test_a_stop_while_it_starts_ends_it(moment: str) -> None:
+async def test_a_stop_during_the_start_ends_the_engine(moment: str) -> None:
     """A drain may come at any time; it must not wait for ever for an unstopped engine."""
     host = EngineProcess(START)
     starting = asyncio.create_task(host.start())
@@ -54,7 +54,7 @@ async def test_a_stop_while_it_starts_ends_it(moment: str) -> None:
     assert not is_alive(host.pid)
 
 
-async def test_it_starts_and_stops() -> None:
+async def test_an_engine_process_starts_and_stops() -> None:
     host = EngineProcess(START)
     ready = await host.start()
     assert ready.model == "synthetic"
@@ -64,7 +64,7 @@ async def test_it_starts_and_stops() -> None:
     _ = [frame async for frame in host.frames()]  # ends, for it was stopped
 
 
-async def test_one_that_is_killed_while_it_loads_may_be_started_again() -> None:
+async def test_an_engine_killed_while_loading_is_reported_as_transient() -> None:
     host = EngineProcess(START)
     starting = asyncio.create_task(host.start())
     while host.pid is None:  # noqa: ASYNC110 - the host tells nobody
@@ -76,7 +76,7 @@ async def test_one_that_is_killed_while_it_loads_may_be_started_again() -> None:
     await host.kill()
 
 
-async def test_one_that_was_killed_is_reaped_in_order(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_killed_engine_process_is_reaped_once(caplog: pytest.LogCaptureFixture) -> None:
     """Killing it again before its status is read must not reap it twice.
 
     Asyncio would complain and make a status up.
@@ -92,7 +92,7 @@ async def test_one_that_was_killed_is_reaped_in_order(caplog: pytest.LogCaptureF
     assert not [record for record in caplog.records if "Unknown child process" in record.message]
 
 
-async def test_one_that_hangs_is_reported_and_can_be_killed() -> None:
+async def test_a_hanging_engine_process_is_reported_and_can_be_killed() -> None:
     host = EngineProcess(START, stall_s=1.0)
     await host.start()
     assert host.pid is not None
@@ -108,7 +108,7 @@ async def test_one_that_hangs_is_reported_and_can_be_killed() -> None:
     assert not is_alive(host.pid)
 
 
-async def test_an_idle_one_does_not_hang() -> None:
+async def test_an_idle_engine_process_is_not_taken_for_hanging() -> None:
     """It reports twice a second, so a limit of a second and a half holds for many of them."""
     host = EngineProcess(START, stall_s=1.5)
     await host.start()
@@ -118,7 +118,7 @@ async def test_an_idle_one_does_not_hang() -> None:
     await host.stop()
 
 
-async def test_a_thread_that_hangs_is_left_behind() -> None:
+async def test_a_hanging_engine_thread_is_abandoned() -> None:
     hangs = threading.Event()
 
     class Hanging(SyntheticRunner):
@@ -147,7 +147,7 @@ async def test_a_thread_that_hangs_is_left_behind() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_a_signal_while_it_starts_does_not_end_it(
+async def test_a_signal_during_the_start_does_not_end_the_engine_process(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Only the worker ends its engine; a signal while Python starts left a traceback."""
@@ -165,7 +165,7 @@ async def test_a_signal_while_it_starts_does_not_end_it(
     assert capfd.readouterr().err == ""
 
 
-async def test_several_that_start_at_once_leave_no_signal_blocked() -> None:
+async def test_concurrent_starts_of_engine_processes_leave_no_signal_blocked() -> None:
     """Blocked ones would be inherited by every process that is started later."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     hosts = [EngineProcess(START) for _ in range(2)]
@@ -177,7 +177,7 @@ async def test_several_that_start_at_once_leave_no_signal_blocked() -> None:
         await asyncio.gather(*(host.stop() for host in hosts))
 
 
-def test_without_a_parent_it_ends_without_a_word() -> None:
+def test_an_engine_process_whose_worker_is_gone_ends_without_output() -> None:
     """The worker may be killed before it has sent its engine the model to load."""
     ours, theirs = socket.socketpair()
     with theirs:

@@ -32,7 +32,7 @@ async def connected() -> tuple[FrameReader, "asyncio.Queue[Report | None]", sock
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5, 40])
-async def test_a_report_is_whole_however_it_arrives(cut: int) -> None:
+async def test_a_report_that_arrives_in_pieces_is_read_whole(cut: int) -> None:
     frames, reports, theirs = await connected()
     sent = [LoadProgress(f"part {number}", 0.5) for number in range(5)]
     data = b"".join(map(framed, sent))
@@ -45,7 +45,7 @@ async def test_a_report_is_whole_however_it_arrives(cut: int) -> None:
         await frames.ended.wait()
 
 
-async def test_bytes_that_are_no_report_end_it() -> None:
+async def test_bytes_that_are_no_report_end_the_reader() -> None:
     frames, reports, theirs = await connected()
     theirs.send(
         framed(LoadProgress("loading", 0.1))
@@ -61,7 +61,7 @@ async def test_bytes_that_are_no_report_end_it() -> None:
     assert reports.empty()
 
 
-async def test_a_worker_that_does_not_read_holds_up_no_step_and_misses_nothing() -> None:
+async def test_a_worker_that_does_not_read_delays_no_step_and_gets_every_report_later() -> None:
     ours, theirs = socket.socketpair()
     # more than a socket holds
     sent = [LoadProgress(f"{number}" + "x" * 10_000, 0.0) for number in range(200)]

@@ -32,7 +32,7 @@ print(Tokenizer.load(TOKENIZER).encode("Grüße", special=True), "torch" in sys.
 """
 
 
-def test_its_tokenizer_is_what_transformers_chooses_and_costs_no_torch():
+def test_the_synthetic_tokenizer_is_transformers_choice_and_loads_without_torch():
     said = subprocess.run(
         [sys.executable, "-c", LOADS], capture_output=True, text=True, timeout=120, check=True
     ).stdout
@@ -46,13 +46,13 @@ def tokenizer():
     return Tokenizer.load(TOKENIZER)
 
 
-def test_a_token_is_a_byte(tokenizer):
+def test_a_synthetic_token_is_a_byte(tokenizer):
     text = "Grüße, 世界!\n"
     assert tokenizer.encode(text, special=True) == tuple(text.encode())
     assert tokenizer.eos_token_ids == {END_OF_TEXT}
 
 
-def test_runners_share_the_packages_files():
+def test_synthetic_runners_share_the_package_s_tokenizer_files():
     runner = SyntheticRunner.load(EngineConfig(model="synthetic"))
     runner.close()
     assert runner.info.model_path == TOKENIZER
@@ -62,7 +62,7 @@ def test_runners_share_the_packages_files():
     ]
 
 
-def test_a_killed_engine_leaves_no_files(tmp_path):
+def test_a_killed_synthetic_engine_leaves_no_files(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # noqa: TID251 - handed on
     done = subprocess.run([sys.executable, "-c", DIES], env=environment, check=False)
     assert done.returncode == -signal.SIGKILL

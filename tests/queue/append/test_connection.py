@@ -52,7 +52,7 @@ async def num_clients(client: Any) -> int:
     return len([entry for entry in await client.client_list() if entry["cmd"] != "client|list"])
 
 
-async def test_one_connection_serves_all_calls_in_order(redis_url: str) -> None:
+async def test_calls_share_one_connection_and_reply_in_order(redis_url: str) -> None:
     async with held(redis_url) as (line, client):
         before = await num_clients(client)
         replies = await asyncio.gather(*(line.call(ECHO, KEY, str(number)) for number in range(50)))
@@ -60,14 +60,14 @@ async def test_one_connection_serves_all_calls_in_order(redis_url: str) -> None:
         assert await num_clients(client) == before + 1
 
 
-async def test_a_server_that_lost_the_script_gets_it_again(redis_url: str) -> None:
+async def test_a_script_that_the_server_lost_is_loaded_again(redis_url: str) -> None:
     async with held(redis_url) as (line, client):
         assert await line.call(ECHO, KEY, "a") == b"a"
         await client.script_flush()
         assert await line.call(ECHO, KEY, "b") == b"b"
 
 
-async def test_a_script_s_own_error_costs_no_connection(redis_url: str) -> None:
+async def test_a_script_error_keeps_the_connection(redis_url: str) -> None:
     async with held(redis_url) as (line, client):
         await line.call(ECHO, KEY, "a")
         before = await num_clients(client)
@@ -77,7 +77,7 @@ async def test_a_script_s_own_error_costs_no_connection(redis_url: str) -> None:
         assert await num_clients(client) == before
 
 
-async def test_a_connection_that_was_cut_while_idle_is_replaced(redis_url: str) -> None:
+async def test_a_connection_cut_while_idle_is_replaced(redis_url: str) -> None:
     async with held(redis_url) as (line, client):
         await line.call(ECHO, KEY, "a")
         await client.client_kill_filter(_type="normal", skipme=True)
@@ -85,7 +85,7 @@ async def test_a_connection_that_was_cut_while_idle_is_replaced(redis_url: str) 
         assert await line.call(ECHO, KEY, "b") == b"b"
 
 
-async def test_a_connection_that_is_cut_fails_the_calls_under_way(
+async def test_a_connection_cut_during_calls_fails_them(
     make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     server = make_valkey(persistent=False)
@@ -99,7 +99,7 @@ async def test_a_connection_that_is_cut_fails_the_calls_under_way(
         assert await line.call(ECHO, KEY, "b") == b"b"
 
 
-async def test_a_reply_of_an_abandoned_call_is_not_the_next_call_s(
+async def test_the_late_reply_of_an_abandoned_call_is_dropped(
     make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     """A late reply is dropped, after a cancelled call as after one that took too long."""
@@ -122,7 +122,7 @@ async def test_a_reply_of_an_abandoned_call_is_not_the_next_call_s(
         assert await line.call(ECHO, KEY, "e") == b"e"
 
 
-async def test_a_push_message_is_no_call_s_reply(redis_url: str) -> None:
+async def test_a_push_message_is_not_taken_for_a_reply(redis_url: str) -> None:
     async with held(redis_url) as (line, client):
         await line.call(ECHO, KEY, "a")
         assert line._current is not None
@@ -133,7 +133,7 @@ async def test_a_push_message_is_no_call_s_reply(redis_url: str) -> None:
             assert await line.call(ECHO, KEY, str(number)) == str(number).encode()
 
 
-async def test_a_call_s_time_counts_from_its_own_beginning(
+async def test_a_call_s_timeout_counts_from_its_own_start(
     make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     """The timer was set by an earlier one."""
@@ -149,7 +149,7 @@ async def test_a_call_s_time_counts_from_its_own_beginning(
         assert await line.call(ECHO, KEY, "c") == b"c"
 
 
-async def test_a_restarted_server_is_found_again(
+async def test_calls_succeed_after_a_restart_of_the_server(
     make_valkey: Callable[..., ControlledValkey],
 ) -> None:
     server = make_valkey(persistent=False)
@@ -160,7 +160,7 @@ async def test_a_restarted_server_is_found_again(
         assert await line.call(ECHO, KEY, "c") == b"c"
 
 
-async def test_an_append_does_not_notice_a_cut_while_it_was_idle(queue: Queue) -> None:
+async def test_an_append_succeeds_after_its_connection_was_cut_while_idle(queue: Queue) -> None:
     worker = queue.worker()
     await queue.submit()
     (delivery,) = await worker.claim(1)

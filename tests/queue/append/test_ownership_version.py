@@ -71,14 +71,14 @@ async def test_an_append_with_a_known_version_reads_no_ownership(queue: Queue) -
     assert [await logged(queue, job) for job in (b, c)] == [[0, 1, 2, 3, 4, 5], [0, 1, 2]]
 
 
-async def test_several_tokens_of_a_job_in_one_call_are_known_too(queue: Queue) -> None:
+async def test_several_tokens_of_a_job_in_one_call_read_no_ownership(queue: Queue) -> None:
     worker, (a,) = await running(queue)
     before = await questions(queue)
     assert await appended(worker, [token(a, 2, 3), token(a, 5)]) == [(OK, 5), (OK, 6)]
     assert await questions(queue) == before
 
 
-async def test_a_cancel_is_replied_at_the_next_append_of_its_job_alone(
+async def test_a_cancel_is_replied_only_at_the_next_append_of_its_job(
     queue: Queue,
 ) -> None:
     worker, (a, b) = await running(queue, jobs=2)
@@ -88,7 +88,7 @@ async def test_a_cancel_is_replied_at_the_next_append_of_its_job_alone(
     assert await asked(queue, worker, (b, 4)) == 0
 
 
-async def test_a_job_that_another_has_by_now_is_lost_however_late_its_next_token_comes(
+async def test_a_late_append_of_a_job_that_another_worker_took_replies_lost(
     queue: Queue,
 ) -> None:
     zombie, (a, b) = await running(queue, jobs=2)
@@ -109,7 +109,7 @@ async def test_a_job_that_another_has_by_now_is_lost_however_late_its_next_token
     assert await logged(queue, taken) == [0, 1, 2]
 
 
-async def test_a_worker_that_is_deregistered_between_two_appends_writes_nothing(
+async def test_a_worker_deregistered_between_two_appends_writes_nothing(
     queue: Queue,
 ) -> None:
     zombie, (a,) = await running(queue)
@@ -121,7 +121,9 @@ async def test_a_worker_that_is_deregistered_between_two_appends_writes_nothing(
     assert len(heirs.log) == 2
 
 
-async def test_a_restarted_namesake_takes_over_the_ownership_version(queue: Queue) -> None:
+async def test_a_restarted_worker_of_the_same_name_takes_over_the_ownership_version(
+    queue: Queue,
+) -> None:
     old, (a,) = await running(queue)
     new = queue.worker()
     await new.open()
@@ -133,7 +135,7 @@ async def test_a_restarted_namesake_takes_over_the_ownership_version(queue: Queu
     assert await logged(queue, a) == [0, 1, 2, 3]
 
 
-async def test_a_server_that_lost_its_last_call_replies_gap(queue: Queue) -> None:
+async def test_an_append_after_the_server_lost_the_last_one_replies_gap(queue: Queue) -> None:
     worker, (a, b) = await running(queue, jobs=2)
     held = await queue.everything()
     assert await appended(worker, [token(a, 2), token(b, 2)]) == [(OK, 3), (OK, 3)]
@@ -149,7 +151,7 @@ async def test_a_server_that_lost_its_last_call_replies_gap(queue: Queue) -> Non
     assert await logged(queue, b) == [0, 1, 2, 3]
 
 
-async def test_a_server_that_lost_a_claim_lets_its_worker_write_nothing(queue: Queue) -> None:
+async def test_an_append_for_a_claim_that_the_server_lost_replies_lost(queue: Queue) -> None:
     worker, (a,) = await running(queue)
     await queue.submit()
     held = await queue.everything()
@@ -185,7 +187,7 @@ async def test_after_a_lost_reply_ownership_is_read_again(queue: Queue) -> None:
     assert await logged(queue, a) == [0, 1, 2, 3]
 
 
-async def test_a_log_that_is_gone_is_made_again(queue: Queue) -> None:
+async def test_a_deleted_log_is_rewritten(queue: Queue) -> None:
     worker, (a, b) = await running(queue, jobs=2)
     await queue.redis.delete(queue.keys.log(a.job_id))
     assert await appended(worker, [token(a, 2), token(b, 2)]) == [(GAP, 0), (OK, 3)]
@@ -194,7 +196,7 @@ async def test_a_log_that_is_gone_is_made_again(queue: Queue) -> None:
     assert await logged(queue, a) == [0, 1, 2]
 
 
-async def test_a_log_that_is_made_again_has_its_choices_ends_again(queue: Queue) -> None:
+async def test_a_rewritten_log_has_the_ends_of_its_choices(queue: Queue) -> None:
     worker, (a,) = await running(queue)
     ended = ChunkAppend(
         a.token, Chunk(job_id=a.job_id, index=0, choice=1, finish_reason=FinishReason.STOP, n=2), 2
@@ -212,7 +214,7 @@ async def test_a_log_that_is_made_again_has_its_choices_ends_again(queue: Queue)
     assert await queue.redis.xlen(queue.keys.log(a.job_id)) == 3
 
 
-async def test_a_log_lives_on_while_it_grows(queue: Queue) -> None:
+async def test_appends_renew_the_log_s_expiry(queue: Queue) -> None:
     worker, (a,) = await running(queue)
     await queue.redis.expire(queue.keys.log(a.job_id), 5)
     for index in range(2, 64):
@@ -220,7 +222,7 @@ async def test_a_log_lives_on_while_it_grows(queue: Queue) -> None:
     assert await queue.redis.ttl(queue.keys.log(a.job_id)) > 5
 
 
-async def test_a_chunk_that_skips_one_is_refused_as_ever(queue: Queue) -> None:
+async def test_a_chunk_that_skips_an_index_replies_gap(queue: Queue) -> None:
     worker, (a,) = await running(queue)
     assert await appended(worker, [token(a, 3)]) == [(GAP, 2)]
     assert await appended(worker, [token(a, 4)]) == [(GAP, 2)]
@@ -228,7 +230,7 @@ async def test_a_chunk_that_skips_one_is_refused_as_ever(queue: Queue) -> None:
     assert await appended(worker, [token(a, 2)]) == [(OK, 3)]
 
 
-async def test_an_overwritten_ownership_version_costs_one_full_check(
+async def test_an_overwritten_ownership_version_leads_to_one_full_check(
     queue: Queue, allowed_keys: list[str]
 ) -> None:
     worker, (a,) = await running(queue)
@@ -247,7 +249,7 @@ async def test_an_overwritten_ownership_version_costs_one_full_check(
     assert await appended(worker, [token(a, 8)]) == [(LOST, 8)]
 
 
-async def test_checkpoints_are_known_too(queue: Queue) -> None:
+async def test_checkpoints_with_a_known_version_read_no_ownership(queue: Queue) -> None:
     worker, (a,) = await running(queue)
     before = await questions(queue)
     async with queue.redis.pubsub() as pubsub:
@@ -271,7 +273,7 @@ async def test_a_worker_without_jobs_leaves_no_ownership_version(queue: Queue) -
     assert not await queue.redis.exists(queue.keys.ownership_versions)
 
 
-def test_of_a_call_of_which_nothing_is_known_nothing_is_assumed() -> None:
+def test_after_a_reset_an_append_is_packed_without_assumptions() -> None:
     calls, chunk = AppendBatch(), Chunk(job_id="a", index=0, token_ids=(1,))
     first, _ = calls.pack([ChunkAppend(7, chunk, 0)])
     assert calls.apply_reply([ChunkAppend(7, chunk, 0)], [-1, b"version", 0]) == {}
@@ -282,7 +284,9 @@ def test_of_a_call_of_which_nothing_is_known_nothing_is_assumed() -> None:
     assert [msgpack.unpackb(call, raw=True)[4] for call in (packed, again)] == [3, 1]
 
 
-async def test_chunks_that_the_script_refuses_are_a_fault_of_the_chunks(queue: Queue) -> None:
+async def test_chunks_refused_by_the_script_raise_a_value_error_and_write_nothing(
+    queue: Queue,
+) -> None:
     """No later call would send them, so the queue does not count as away."""
     worker, (a, b) = await running(queue, jobs=2)
     with pytest.raises(ValueError, match="INVALID chunks"):

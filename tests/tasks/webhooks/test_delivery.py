@@ -17,7 +17,7 @@ from tokenmill_worker.tasks.webhooks.delivery import MAX_TEXT_BYTES
 from tokenmill_worker.tasks.webhooks.outbox import LEASE_MS, MAX_OF_TENANT, OutboxLease
 
 
-def test_a_receiver_gets_what_it_can_verify(url: str, engine: sa.Engine) -> None:
+def test_a_delivered_webhook_has_a_valid_signature(url: str, engine: sa.Engine) -> None:
     clock = Clock()
     with Receiver() as receiver:
         record(url, with_webhook("a", receiver.url))
@@ -43,7 +43,7 @@ def test_a_receiver_gets_what_it_can_verify(url: str, engine: sa.Engine) -> None
     assert ours.claim() == []
 
 
-def test_a_failure_is_tried_again_later_and_set_aside_at_the_limit(
+def test_a_failed_delivery_is_retried_and_marked_dead_at_the_limit(
     url: str, engine: sa.Engine
 ) -> None:
     clock = Clock()
@@ -68,7 +68,7 @@ def test_a_failure_is_tried_again_later_and_set_aside_at_the_limit(
 
 
 @pytest.mark.parametrize("gone", [True, False])
-def test_what_can_never_be_delivered_is_set_aside_at_once(
+def test_an_undeliverable_webhook_is_marked_dead_at_once(
     url: str, engine: sa.Engine, gone: bool
 ) -> None:
     with Receiver([(410, {})]) as receiver:
@@ -81,7 +81,7 @@ def test_what_can_never_be_delivered_is_set_aside_at_once(
     assert ("410" if gone else "TOKENMILL_WEBHOOK_NETWORKS") in row["last_error"]
 
 
-def test_a_lease_that_was_not_begun_is_due_again(url: str, engine: sa.Engine) -> None:
+def test_a_claimed_webhook_that_was_not_begun_is_due_again(url: str, engine: sa.Engine) -> None:
     clock = Clock()
     with Receiver() as receiver:
         record(url, with_webhook("a", receiver.url))
@@ -96,7 +96,7 @@ def test_a_lease_that_was_not_begun_is_due_again(url: str, engine: sa.Engine) ->
     assert messages(engine)[0]["attempts"] == 1
 
 
-def test_a_process_that_died_while_sending_sends_again_and_the_id_is_the_same(
+def test_a_webhook_interrupted_while_sending_is_sent_again_with_the_same_id(
     url: str, engine: sa.Engine
 ) -> None:
     clock = Clock()
@@ -114,7 +114,9 @@ def test_a_process_that_died_while_sending_sends_again_and_the_id_is_the_same(
     assert messages(engine)[0]["attempts"] == 2
 
 
-def test_what_kills_everyone_who_tries_it_comes_to_an_end(url: str, engine: sa.Engine) -> None:
+def test_a_webhook_whose_senders_die_is_marked_dead_at_the_limit(
+    url: str, engine: sa.Engine
+) -> None:
     clock = Clock()
     record(url, with_webhook("a", "http://localhost:1/"))
     ours = delivery(engine, clock)
@@ -129,7 +131,7 @@ def test_what_kills_everyone_who_tries_it_comes_to_an_end(url: str, engine: sa.E
     )
 
 
-def test_one_host_does_not_take_every_place(url: str, engine: sa.Engine) -> None:
+def test_a_hanging_host_takes_only_its_places(url: str, engine: sa.Engine) -> None:
     hanging = [
         with_webhook(f"a{n}", f"http://hanging.example/{n}", finished_ms=n + 1) for n in range(20)
     ]
@@ -144,7 +146,7 @@ def test_one_host_does_not_take_every_place(url: str, engine: sa.Engine) -> None
     assert ours.claim() == []  # while these are on their way
 
 
-def test_one_tenants_hanging_hosts_do_not_take_every_place(url: str, engine: sa.Engine) -> None:
+def test_hanging_hosts_of_one_tenant_leave_places_to_others(url: str, engine: sa.Engine) -> None:
     """Eight hosts of one tenant with more messages than there are places; another tenant's message
     comes last.
     """
@@ -163,7 +165,7 @@ def test_one_tenants_hanging_hosts_do_not_take_every_place(url: str, engine: sa.
     assert [claim.id for claim in ours.claim()] == ["msg_b_100"]
 
 
-def test_tenants_take_turns(url: str, engine: sa.Engine) -> None:
+def test_webhooks_of_tenants_are_claimed_in_turns(url: str, engine: sa.Engine) -> None:
     many = [
         with_webhook(f"a{n}", f"http://host{n}.example/", tenant="a", finished_ms=1)
         for n in range(60)
@@ -180,7 +182,7 @@ def test_tenants_take_turns(url: str, engine: sa.Engine) -> None:
     }
 
 
-def test_two_sweeps_at_once_take_different_ones(url: str, engine: sa.Engine) -> None:
+def test_concurrent_sweeps_claim_different_webhooks(url: str, engine: sa.Engine) -> None:
     record(url, *(with_webhook(f"a{n}", f"http://host{n}.example/") for n in range(40)))
     taken: list[OutboxLease] = []
     sweeps = [
@@ -194,9 +196,7 @@ def test_two_sweeps_at_once_take_different_ones(url: str, engine: sa.Engine) -> 
     assert len(taken) == len({claim.id for claim in taken}) == 40
 
 
-def test_a_jobs_later_end_replaces_the_notice_of_the_earlier_one(
-    url: str, engine: sa.Engine
-) -> None:
+def test_a_later_end_of_a_job_replaces_its_earlier_webhook(url: str, engine: sa.Engine) -> None:
     with Receiver() as receiver:
         dead = failed("a", status=JobStatus.DEAD)
         assert dead.request is not None
@@ -211,9 +211,7 @@ def test_a_jobs_later_end_replaces_the_notice_of_the_earlier_one(
     assert [row["state"] for row in messages(engine)] == ["superseded", "delivered"]
 
 
-def test_thoughts_and_calls_are_in_the_body_where_there_are_any(
-    url: str, engine: sa.Engine
-) -> None:
+def test_the_body_has_thoughts_and_calls_of_an_answer(url: str, engine: sa.Engine) -> None:
     call = GeneratedCall("c1", "get", '{"a": 1}')
     choice = ChoiceResult(
         text="", reasoning="Hm", tool_calls=(call,), finish_reason=FinishReason.TOOL_CALLS
@@ -237,7 +235,7 @@ def test_thoughts_and_calls_are_in_the_body_where_there_are_any(
     assert bodies["b"].keys() == {"index", "text", "finish_reason"}
 
 
-def test_long_and_purged_answers_are_left_out(url: str, engine: sa.Engine) -> None:
+def test_the_body_leaves_out_long_and_purged_answers(url: str, engine: sa.Engine) -> None:
     long = ChoiceResult(text="x" * (MAX_TEXT_BYTES + 1), finish_reason=FinishReason.LENGTH)
     with Receiver() as receiver:
         record(url, *(with_webhook(name, receiver.url) for name in ("purged", "removed")))
@@ -256,7 +254,7 @@ def test_long_and_purged_answers_are_left_out(url: str, engine: sa.Engine) -> No
     )
 
 
-def test_nothing_is_sent_unsigned(
+def test_no_webhook_is_sent_without_a_secret(
     url: str, engine: sa.Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     record(url, with_webhook("a", "http://localhost:1/"))

@@ -64,12 +64,12 @@ def test_every_spelling_of_this_machine_is_refused(host: str) -> None:
         assert receiver.received == []
 
 
-def test_a_name_without_an_address() -> None:
+def test_a_host_name_without_an_address_is_an_error() -> None:
     with pytest.raises(AddressUnknown, match="has no address"):
         resolve("nobody.invalid", 80)
 
 
-def test_what_arrives_is_what_was_sent() -> None:
+def test_path_headers_and_body_arrive_as_sent() -> None:
     with Receiver() as receiver:
         url = f"http://us%20er:pa%3Ass@localhost:{receiver.port}/grüße?x=ä b".replace(" ", "%20")
         assert Sender(30, LOCAL).post(url, b'{"a":1}', {"webhook-id": "m"}).is_success
@@ -106,12 +106,12 @@ def test_retry_after_is_read_in_seconds_and_as_a_date() -> None:
     assert 60 < (date or 0) <= 121
 
 
-def test_an_answer_that_never_ends_is_cut_off() -> None:
+def test_an_endless_response_is_cut_off() -> None:
     with Dripping() as server, pytest.raises(SendFailed, match="did not answer within"):
         Sender(0.5, LOCAL).post(server.url, b"{}", {})
 
 
-def test_a_connection_that_is_made_at_the_last_moment_is_cut_off_too() -> None:
+def test_the_time_limit_includes_connecting() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, _Deadline(0.01) as deadline:
         time.sleep(0.1)
@@ -120,7 +120,7 @@ def test_a_connection_that_is_made_at_the_last_moment_is_cut_off_too() -> None:
         assert theirs.recv(1) == b""
 
 
-def test_a_closed_port_and_an_answer_that_is_none() -> None:
+def test_a_closed_port_is_a_failed_delivery() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(SendFailed, match="refused"):
@@ -130,7 +130,7 @@ def test_a_closed_port_and_an_answer_that_is_none() -> None:
 @pytest.mark.parametrize(
     "url", ["http://localhost:99999/", "http://[::1/", "gopher://localhost/", "http://a..b/"]
 )
-def test_an_address_that_is_none(url: str) -> None:
+def test_an_invalid_address_is_a_failed_delivery(url: str) -> None:
     with pytest.raises((SendFailed, AddressUnknown)):
         Sender(5, LOCAL).post(url, b"{}", {})
 
@@ -148,7 +148,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return both
 
 
-def test_the_certificate_must_be_the_names(certificate: Path) -> None:
+def test_a_certificate_for_another_name_is_refused(certificate: Path) -> None:
     served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     served.load_cert_chain(certificate)
     trusting = ssl.create_default_context(cafile=str(certificate))

@@ -20,7 +20,7 @@ def with_webhook(job: FinishedJob, url: str | None = HOOK) -> FinishedJob:
     return FinishedJob(job.token, job.result, job.final_chunk, request)
 
 
-async def test_a_notice_is_left_only_where_one_is_asked_for(url: str, store: ResultStore) -> None:
+async def test_only_a_job_with_a_webhook_url_leaves_a_message(url: str, store: ResultStore) -> None:
     await store.record(
         [with_webhook(finished("a", finished_ms=50)), finished("b"), with_webhook(failed("c"))]
     )
@@ -68,7 +68,7 @@ async def test_a_redriven_job_has_another_message(url: str, store: ResultStore) 
     assert [row["event"] for row in found] == ["job.dead", "job.succeeded"]
 
 
-async def test_no_result_without_its_notice(url: str) -> None:
+async def test_a_result_is_not_recorded_without_its_message(url: str) -> None:
     """The result is not written without the outbox; both are written together later."""
     engine = open_engine(url)
     with engine.begin() as connection:
@@ -87,7 +87,7 @@ async def test_no_result_without_its_notice(url: str) -> None:
 @pytest.mark.parametrize(
     "bad", ["https://", "ftp://a/b", "https://[::1/", "http://a\x00b/", "nonsense"]
 )
-async def test_an_address_that_is_none_keeps_no_result_from_being_recorded(
+async def test_a_result_with_an_invalid_webhook_url_is_recorded(
     url: str, store: ResultStore, bad: str
 ) -> None:
     assert (await store.record([with_webhook(failed("a"), bad)])).written == {"a"}

@@ -39,7 +39,7 @@ SECRETS = ("S3CRET", "T0PSECRET", "FRAGMENT")
         ("", ""),
     ],
 )
-def test_what_is_shown_of_a_url(url: str, shown: str) -> None:
+def test_a_shown_url_has_no_password_query_values_or_fragment(url: str, shown: str) -> None:
     assert redacted_url(url) == shown
 
 
@@ -68,7 +68,7 @@ def test_a_failed_delivery_logs_no_secret(
     assert not any(secret in text for secret in SECRETS for text in (*said, str(error), repr(row)))
 
 
-def test_a_delivered_notice_keeps_no_secret_in_sql(sqlite_url: str) -> None:
+def test_a_delivered_webhook_keeps_no_secret_in_sql(sqlite_url: str) -> None:
     engine = open_engine(sqlite_url)
     with Receiver() as receiver:
         record(
@@ -88,7 +88,7 @@ def test_a_delivered_notice_keeps_no_secret_in_sql(sqlite_url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["ftp://u:S3CRET@host/?t=T0PSECRET", "http://u:S3CRET@ho st/", LONG]
 )
-def test_a_refused_webhook_is_refused_without_its_secrets(url: str) -> None:
+def test_the_error_of_a_refused_webhook_hides_its_secrets(url: str) -> None:
     (problem,) = problems(JobRequest(job_id="a", prompt="x", webhook=url))
     assert problem.startswith("webhook must be")
     assert not any(secret in problem for secret in SECRETS)

@@ -52,7 +52,9 @@ def read(tokenizer: Tokenizer, chat: str, text: str, stop: tuple[str, ...] = ())
         ("[assistant]<think>\n</think>\n", "<think>a</think>", ("", "<think>a</think>")),
     ],
 )
-def test_tags(chat: str, text: str, expected: tuple[str, str]) -> None:
+def test_thoughts_between_tags_are_split_from_the_answer(
+    chat: str, text: str, expected: tuple[str, str]
+) -> None:
     assert read(thinking(), chat, text) == expected
 
 
@@ -67,7 +69,9 @@ def test_tags(chat: str, text: str, expected: tuple[str, str]) -> None:
         ("<|start|>assistant<|channel|>final<|message|>Ye", "s", ("", "s")),
     ],
 )
-def test_channels(chat: str, text: str, expected: tuple[str, str]) -> None:
+def test_thoughts_in_channels_are_split_from_the_answer(
+    chat: str, text: str, expected: tuple[str, str]
+) -> None:
     assert read(channels(), chat, text) == expected
 
 
@@ -101,7 +105,7 @@ def test_the_last_mark_of_a_continued_message_decides_whether_its_thoughts_are_o
 
 
 @pytest.mark.parametrize("cut", range(1, 20))
-def test_a_replay_at_every_token_gives_the_same(cut: int) -> None:
+def test_a_replay_at_any_token_gives_the_same_split(cut: int) -> None:
     ids = thinking().encode("<think>\né STOP.</think>\n\nYes STOP no")
     whole = answer_of(thinking(), "[assistant]", ids, ("STOP",))
     resumed = answer_of(thinking(), "[assistant]", ids[:cut], ("STOP",))
@@ -111,27 +115,27 @@ def test_a_replay_at_every_token_gives_the_same(cut: int) -> None:
     assert resumed.usage(1) == whole.usage(1)
 
 
-def test_a_stop_string_is_not_looked_for_in_thoughts() -> None:
+def test_stop_strings_in_thoughts_are_ignored() -> None:
     text = "<think>a STOP b</think>c STOP d"
     assert read(thinking(), "[assistant]", text, ("STOP",)) == ("a STOP b", "c ")
     across = "<think>ST</think>OP d"  # half of it in the thoughts
     assert read(thinking(), "[assistant]", across, ("STOP",)) == ("ST", "OP d")
 
 
-def test_tokens_of_thoughts_are_counted_with_their_marks() -> None:
+def test_reasoning_tokens_include_the_marks_of_thoughts() -> None:
     ids = thinking().encode("<think>abc</think>Yes")
     usage = answer_of(thinking(), "[assistant]", ids).usage(1)
     assert (usage.reasoning_tokens, usage.completion_tokens) == (5, 8)
 
 
-def test_the_ends_cut_text_and_thoughts_into_tokens() -> None:
+def test_text_ends_and_reasoning_ends_hold_each_token_s_end() -> None:
     ids = thinking().encode("<think>abc</think>Yes")
     (result,) = answer_of(thinking(), "[assistant]", ids).results()
     assert result.reasoning_ends == (0, 1, 2, 3)
     assert result.text_ends == (0, 0, 0, 0, 0, 1, 2, 3)
 
 
-def test_thoughts_that_are_broken_off_within_a_character_are_kept() -> None:
+def test_thoughts_cut_within_a_character_are_kept() -> None:
     ids = thinking().encode("<think>é")[:-1]
     output = answer_of(thinking(), "[assistant]", ids)
     output.end_all(FinishReason.CANCELLED)
@@ -150,19 +154,21 @@ def test_thoughts_that_are_broken_off_within_a_character_are_kept() -> None:
         (byte_level, QWEN3, "NoneType"),
     ],
 )
-def test_the_format_is_found_in_template_and_tokens(tokenizer, template, expected) -> None:
+def test_the_format_of_thoughts_is_detected_from_template_and_tokens(
+    tokenizer, template, expected
+) -> None:
     found = detect(tokenizer()._tokenizer, template, "auto")
     assert type(found).__name__ == expected
 
 
-def test_a_named_format_needs_its_tokens() -> None:
+def test_a_named_format_of_thoughts_requires_its_tokens() -> None:
     assert thinking().reasoning_format("none") is None
     assert detect(thinking()._tokenizer, "", "think") is not None
     with pytest.raises(ValueError, match="is 'channels', but this model has no tokens that mark"):
         smollm2().reasoning_format("channels")
 
 
-def test_the_template_opens_or_closes_thoughts() -> None:
+def test_thoughts_opened_or_closed_by_the_template_are_recognised() -> None:
     def state(chat: str) -> tuple[bool, bool]:
         thoughts = opening_of(thinking(), chat).thoughts
         return thoughts is not None, thoughts is not None and thoughts.is_open

@@ -61,13 +61,13 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("turns", [PLAIN, HISTORY], ids=["plain", "history"])
 @pytest.mark.parametrize("begins", [True, False])
-def test_a_chat(family: str, turns: Turns, begins: bool) -> None:
+def test_a_rendered_chat_equals_transformers(family: str, turns: Turns, begins: bool) -> None:
     assert ours(family, turns, add_generation_prompt=begins) == theirs(
         family, turns, add_generation_prompt=begins
     )
 
 
-def test_an_assistants_message_begins_unless_one_is_continued(family: str) -> None:
+def test_an_assistant_message_begins_unless_the_last_is_continued(family: str) -> None:
     assert ours(family, PLAIN) == theirs(family, PLAIN, add_generation_prompt=True)
     for content in ("Because it ", ""):
         turns = [*PLAIN, {"role": "assistant", "content": content}]
@@ -77,14 +77,14 @@ def test_an_assistants_message_begins_unless_one_is_continued(family: str) -> No
 
 
 @pytest.mark.parametrize("name", WITH_CALLS)
-def test_calls_thoughts_and_answers_of_tools(name: str) -> None:
+def test_calls_thoughts_and_tool_answers_render_as_by_transformers(name: str) -> None:
     assert ours(FAMILIES[name], CALLED) == theirs(
         FAMILIES[name], CALLED, add_generation_prompt=True
     )
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "gpt-oss"])
-def test_thoughts_are_found_under_each_familys_name(name: str) -> None:
+def test_thoughts_are_rendered_under_each_family_s_field(name: str) -> None:
     assert "I look." in ours(FAMILIES[name], CALLED)
 
 
@@ -93,7 +93,9 @@ def test_thoughts_are_found_under_each_familys_name(name: str) -> None:
     [{"enable_thinking": False}, {"date_string": "1 May"}, {"reasoning_effort": "high"}],
     ids=str,
 )
-def test_variables_of_the_template(family: str, variables: dict[str, object]) -> None:
+def test_template_variables_render_as_by_transformers(
+    family: str, variables: dict[str, object]
+) -> None:
     assert ours(family, PLAIN, variables=variables) == theirs(
         family, PLAIN, add_generation_prompt=True, **variables
     )
@@ -103,14 +105,16 @@ def test_variables_change_the_rendered_chat() -> None:
     assert "Today: 1 May" in ours(LLAMA3, PLAIN, variables={"date_string": "1 May"})
 
 
-def test_documents(family: str) -> None:
+def test_documents_render_as_by_transformers(family: str) -> None:
     documents = [{"title": "T", "text": "x"}]
     expected = theirs(family, PLAIN, documents=documents, add_generation_prompt=True)
     assert ours(family, PLAIN, documents=documents) == expected
     assert ("[T]x" in expected) is (family == FAMILIES["SmolLM3"])
 
 
-def test_parts_reach_a_template_that_reads_them_and_are_joined_for_others(family: str) -> None:
+def test_message_parts_are_passed_to_templates_that_read_them_and_joined_for_others(
+    family: str,
+) -> None:
     parts = [{"type": "text", "text": "Why "}, {"type": "text", "text": "now? "}]
     turns: Turns = [{"role": "user", "content": parts}]
     as_text: Turns = [{"role": "user", "content": "Why now? "}]
@@ -118,17 +122,17 @@ def test_parts_reach_a_template_that_reads_them_and_are_joined_for_others(family
     assert ours(family, turns) == theirs(family, expected, add_generation_prompt=True)
 
 
-def test_a_template_that_reads_only_parts_gets_parts() -> None:
+def test_a_template_that_reads_only_parts_gets_texts_as_parts() -> None:
     assert ours(PARTS_ONLY, PLAIN) == "[system] Be brief. [user]Why?\n"
 
 
-def test_a_developer_is_the_system_where_the_template_has_no_developer() -> None:
+def test_a_developer_message_becomes_a_system_message_if_the_template_lacks_the_role() -> None:
     turns: Turns = [{"role": "developer", "content": "Be brief."}, ASKED]
     assert ours(GPT_OSS, turns) == theirs(GPT_OSS, turns, add_generation_prompt=True)
     assert ours(PHI4, turns).startswith("<|im_start|>system<|im_sep|>Be brief.")
 
 
-def test_a_named_template_of_several_is_the_default() -> None:
+def test_the_template_named_default_is_used_among_several() -> None:
     tokenizer = byte_level()._tokenizer
     kept, tokenizer.chat_template = tokenizer.chat_template, {"default": PHI4, "rag": LLAMA3}
     try:
@@ -151,7 +155,7 @@ def test_a_variable_cannot_replace_an_argument(name: str) -> None:
         ("Gemma 3", (Message("user", "a"), Message("user", "b")), "roles must alternate"),
     ],
 )
-def test_the_templates_own_refusal_is_the_sentence(
+def test_a_template_s_own_error_is_the_refusal_s_sentence(
     template: str, chat: tuple[Message, ...], sentence: str | None
 ) -> None:
     render: Callable[..., str] = ChatTemplate(byte_level()._tokenizer, FAMILIES[template]).render
@@ -162,7 +166,7 @@ def test_the_templates_own_refusal_is_the_sentence(
         render(chat)
 
 
-def test_a_single_part_is_the_same_as_its_text() -> None:
+def test_a_message_of_a_single_part_equals_its_text() -> None:
     chat = (Message("user", (TextPart("Why?"),)),)
     assert ChatTemplate(byte_level()._tokenizer, PHI4).render(chat) == ours(
         PHI4, [{"role": "user", "content": "Why?"}]

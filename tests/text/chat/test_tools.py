@@ -57,7 +57,7 @@ def written(form: ToolFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @given(calls=CALLS, before=st.text("ab<[{ \n", max_size=8), data=st.data())
-def test_every_cut_gives_the_same_calls(form, calls, before, data):
+def test_text_cut_anywhere_gives_the_same_calls(form, calls, before, data):
     if form.separator is None:
         calls = calls[:1]
     if form.trigger in before + form.trigger[:-1]:
@@ -84,7 +84,7 @@ def test_every_cut_gives_the_same_calls(form, calls, before, data):
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_a_cut_call_is_not_complete(form: ToolFormat) -> None:
+def test_a_cut_call_is_incomplete(form: ToolFormat) -> None:
     text = written(form, [("get", {"a": "b"})])
     end = text.index("}")
     parser = CallParser(grammar_of(form), call_ids("job", 0, form.id_chars))
@@ -103,7 +103,7 @@ def test_text_that_only_begins_like_a_call_is_text() -> None:
     assert parser.calls == ()
 
 
-def test_the_letters_of_a_mark_are_text_and_its_token_is_not() -> None:
+def test_a_mark_written_in_letters_is_text_and_its_token_is_a_mark() -> None:
     form = formats.MISTRAL
     grammar = call_grammar(form, {"[TOOL_CALLS]": 7, "[ARGS]": 8}, TOOLS, "auto", is_parallel=True)
     parser = CallParser(grammar, call_ids("job", 0, 9))
@@ -115,7 +115,7 @@ def test_the_letters_of_a_mark_are_text_and_its_token_is_not() -> None:
     assert [(c.name, c.arguments) for c in parser.calls] == [("get", '{"a": 1}'), ("f.x-1", "{}")]
 
 
-def test_ids_are_those_of_the_job_and_the_position() -> None:
+def test_call_ids_follow_from_the_job_and_the_position() -> None:
     first, again, other = (call_ids(job, c, 24) for job, c in (("a", 0), ("a", 0), ("a", 1)))
     assert first(0) == again(0)
     assert len({first(0), first(1), other(0), call_ids("b", 0, 24)(0)}) == 4
@@ -140,7 +140,7 @@ def test_ids_are_those_of_the_job_and_the_position() -> None:
         (PHI4 + "{{ tools }}", "none"),
     ],
 )
-def test_the_form_is_found_in_the_template(template, expected):
+def test_the_call_form_is_detected_from_the_template(template, expected):
     found = detect_tools(template, "auto")
     if expected is None:
         assert found is not None
@@ -149,19 +149,19 @@ def test_the_form_is_found_in_the_template(template, expected):
         assert found == (None if expected == "none" else expected)
 
 
-def test_a_named_form_is_taken_and_none_is_none() -> None:
+def test_a_named_call_form_is_used_and_none_disables_calls() -> None:
     assert detect_tools("{{ tools }}", "hermes") == formats.HERMES
     assert detect_tools("{{ tools }}", "pythonic") == formats.PYTHONIC
     assert detect_tools(QWEN3 + "{{ tools }}", "none") is None
 
 
-def test_special_tokens_in_the_texts_are_marks() -> None:
+def test_special_tokens_of_a_call_form_are_its_marks() -> None:
     form = ToolFormat(trigger="<end>[", before="", after="<user>", end="")
     assert set(special_marks(byte_level()._tokenizer, form)) == {"<end>"}
     assert special_marks(channels()._tokenizer, formats.HERMES) == {}
 
 
-def test_a_choice_narrows_the_tools() -> None:
+def test_tool_choice_limits_the_tools() -> None:
     one = grammar_of(formats.HERMES, "function:get_more")
     assert [tool.name for tool in one.tools] == ["get_more"]
     assert (one.is_required, one.separator) == (True, None)
@@ -180,7 +180,7 @@ def marked(form: ToolFormat) -> CallParser:
 
 
 @pytest.mark.parametrize("form", [formats.HERMES, formats.XML], ids=["json", "xml"])
-def test_a_mark_out_of_place_is_its_letters_in_a_call_and_nothing_in_free_text(form):
+def test_a_misplaced_mark_is_letters_in_a_call_and_dropped_in_free_text(form):
     parser = marked(form)
     end = parser.marks[2]
     named = f"{form.before}ge{end}t{form.after}"

@@ -55,7 +55,9 @@ def test_an_invalid_line_has_an_error_code_and_a_parameter(
     assert (bad.line, bad.code, bad.custom_id, bad.status) == (5, code, name, 0)
 
 
-def test_blank_lines_marks_of_order_and_a_last_line_without_end(tmp_path: Path) -> None:
+def test_blank_lines_a_byte_order_mark_and_a_missing_last_newline_are_accepted(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(
         b"\xef\xbb\xbf"
@@ -68,7 +70,7 @@ def test_blank_lines_marks_of_order_and_a_last_line_without_end(tmp_path: Path) 
     assert all(isinstance(line, GoodLine) for line in lines)
 
 
-def test_a_line_of_any_length_is_skipped_without_being_kept(tmp_path: Path) -> None:
+def test_a_too_long_line_is_skipped_in_bounded_memory(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     with path.open("wb") as file:
         for _ in range(3 * MAX_LINE_BYTES // 1_000_000):
@@ -80,7 +82,7 @@ def test_a_line_of_any_length_is_skipped_without_being_kept(tmp_path: Path) -> N
     assert (second.line, second.custom_id) == (2, "b")
 
 
-def test_names_that_occur_twice(tmp_path: Path) -> None:
+def test_a_repeated_custom_id_is_an_invalid_line(tmp_path: Path) -> None:
     lines: list[dict[str, Any] | str] = [chat("a"), chat("b"), chat("a"), "x", chat("b"), chat("c")]
     found = summarise(write(tmp_path / "in.jsonl", lines))
     assert (found.total, found.last_line, len(found.first_bad)) == (6, 6, 3)
@@ -100,12 +102,12 @@ def test_names_that_occur_twice(tmp_path: Path) -> None:
     assert (found.endpoint, found.model) == ("/v1/chat/completions", "synthetic")
 
 
-def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
+def test_the_digest_depends_on_the_content_alone(tmp_path: Path) -> None:
     first, same = (summarise(write_many(tmp_path / name, 5)).digest for name in ("a", "b"))
     assert first == same != summarise(write_many(tmp_path / "c", 6)).digest
 
 
-def test_a_file_that_is_none(tmp_path: Path) -> None:
+def test_a_missing_file_or_a_folder_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(ConfigurationError, match="cannot read"):
             summarise(path)
@@ -129,7 +131,7 @@ LINE = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {
         (LINE.encode("utf-32-be"), "UTF-16 or UTF-32"),
     ],
 )
-def test_a_file_of_another_kind_is_named_and_refused(
+def test_a_file_of_another_kind_is_refused_by_name(
     tmp_path: Path, content: bytes, kind: str
 ) -> None:
     path = tmp_path / "in.jsonl"
@@ -139,26 +141,26 @@ def test_a_file_of_another_kind_is_named_and_refused(
             call(path)
 
 
-def test_a_file_in_utf_8_with_a_mark_is_read(tmp_path: Path) -> None:
+def test_a_utf_8_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(LINE.encode("utf-8-sig"))
     assert (summarise(path).total, summarise(path).first_bad) == (1, [])
 
 
-def test_a_name_that_the_system_refuses_is_an_error_of_one_sentence(tmp_path: Path) -> None:
+def test_an_input_name_that_the_system_refuses_is_an_error_of_one_sentence(tmp_path: Path) -> None:
     for name in ("n" * 256, "a/b\0c"):
         with pytest.raises(ConfigurationError, match="cannot read"):
             check_readable(tmp_path / name)
 
 
-def test_what_can_be_read_once_only(tmp_path: Path) -> None:
+def test_a_pipe_or_device_is_refused_since_it_is_read_twice(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/null")):
         with pytest.raises(ConfigurationError, match="read twice"):
             summarise(path)
 
 
-def test_a_file_that_changes_between_two_readings_is_noticed(tmp_path: Path) -> None:
+def test_a_file_that_changes_between_two_readings_is_refused(tmp_path: Path) -> None:
     path = write_many(tmp_path / "in.jsonl", 5)
     digest = summarise(path).digest
     assert len(list(read_again(path, digest))) == 5
@@ -167,7 +169,7 @@ def test_a_file_that_changes_between_two_readings_is_noticed(tmp_path: Path) -> 
             list(read_again(write_many(path, count), digest))
 
 
-def test_marks() -> None:
+def test_a_line_set_contains_the_added_lines_and_counts_each_once() -> None:
     lines = LineSet()
     for line in (1, 8, 9, 1_000_000, 8):
         lines.add(line)

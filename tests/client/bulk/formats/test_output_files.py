@@ -31,7 +31,7 @@ def fill(paths: Paths) -> None:
         files.write([of_result(BATCH, result(BATCH, 4, JobStatus.EXPIRED))])
 
 
-def test_what_is_written_is_read_back(paths: Paths) -> None:
+def test_a_resumed_file_has_the_lines_that_were_written(paths: Paths) -> None:
     fill(paths)
     assert (names(paths.output), names(paths.errors)) == (
         ["line-1", "line-3"],
@@ -53,7 +53,7 @@ def test_what_is_written_is_read_back(paths: Paths) -> None:
     )
 
 
-def test_any_cut_loses_only_the_line_it_is_in(paths: Paths) -> None:
+def test_a_file_cut_anywhere_loses_only_the_line_of_the_cut(paths: Paths) -> None:
     fill(paths)
     whole = paths.output.read_bytes()
     first = whole.index(b"\n") + 1
@@ -86,7 +86,7 @@ except ConfigurationError as error:
 """
 
 
-def test_a_full_disk_is_an_error_of_one_sentence_and_keeps_what_was_written(paths: Paths) -> None:
+def test_a_full_disk_is_an_error_of_one_sentence_and_keeps_the_written_lines(paths: Paths) -> None:
     command = [sys.executable, "-c", FILLS, str(paths.output)]
     said = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=True
@@ -96,7 +96,7 @@ def test_a_full_disk_is_an_error_of_one_sentence_and_keeps_what_was_written(path
         assert files.resume().totals.completed == len(said) - 1 > 1
 
 
-def test_one_writer_at_a_time(paths: Paths) -> None:
+def test_a_second_writer_of_one_output_is_refused(paths: Paths) -> None:
     with (
         OutputFiles(paths),
         pytest.raises(ConfigurationError, match="being written"),
@@ -106,7 +106,7 @@ def test_one_writer_at_a_time(paths: Paths) -> None:
     assert not paths.output.exists()  # nothing was begun
 
 
-def test_files_of_another_making_are_refused(paths: Paths) -> None:
+def test_files_not_written_by_a_batch_are_refused(paths: Paths) -> None:
     for content in ("hello\n", '{"id": "x"}\n', "[]\n"):
         paths.output.write_text(content)
         with (
@@ -125,7 +125,7 @@ def test_a_damaged_record_and_a_folder_are_errors(paths: Paths, tmp_path: Path) 
         Paths.of(tmp_path)
 
 
-def test_names_that_the_system_refuses_are_an_error_of_one_sentence(tmp_path: Path) -> None:
+def test_output_names_that_the_system_refuses_are_an_error_of_one_sentence(tmp_path: Path) -> None:
     """The names of the errors, the record and its draft are longer than the output's."""
     Paths.of(tmp_path / f"{'n' * 239}.jsonl")
     for length in (246, 249, 250, 256, 5000):
@@ -140,12 +140,14 @@ def test_names_that_the_system_refuses_are_an_error_of_one_sentence(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["a\0b", "a\ud800"])
-def test_a_name_that_is_none_is_an_error_of_one_sentence(tmp_path: Path, name: str) -> None:
+def test_a_name_with_nul_or_a_surrogate_is_an_error_of_one_sentence(
+    tmp_path: Path, name: str
+) -> None:
     with pytest.raises(ConfigurationError, match="cannot be the name of a file"):
         Paths.of(tmp_path / name)
 
 
-def test_the_batchs_input_is_never_written_over(tmp_path: Path) -> None:
+def test_the_batchs_input_is_never_overwritten(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text("x")
     (tmp_path / "link").symlink_to(source)
@@ -162,7 +164,7 @@ def test_the_batchs_input_is_never_written_over(tmp_path: Path) -> None:
     Paths.of(tmp_path / "new").check_input(tmp_path / "elsewhere")
 
 
-def test_a_rate_is_made_of_what_this_run_generated() -> None:
+def test_the_rate_counts_only_tokens_generated_in_this_run() -> None:
     collector = Collector(BATCH, began_ms=1_000_000)
     old, new = (
         result(BATCH, 1, finished_ms=940_000),

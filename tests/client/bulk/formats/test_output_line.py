@@ -49,13 +49,15 @@ def test_a_line_of_a_failed_job_has_its_status(code: str, status: int, kind: str
     ("status", "code"),
     [(JobStatus.EXPIRED, "batch_expired"), (JobStatus.CANCELLED, "batch_cancelled")],
 )
-def test_what_was_never_answered_has_no_response(status: JobStatus, code: str) -> None:
+def test_an_expired_or_cancelled_line_has_an_error_and_no_response(
+    status: JobStatus, code: str
+) -> None:
     answer = of_result(BATCH, result(BATCH, 1, status))
     assert line_of(answer)["error"]["code"] == code
     assert (answer.is_error, answer.share.expired) == (True, int(status is JobStatus.EXPIRED))
 
 
-def test_lines_without_a_job() -> None:
+def test_a_line_without_a_job_has_an_error_and_no_response() -> None:
     rejected = line_of(
         of_bad_line(BATCH, BadLine(2, "x", "unknown_parameter", "no foo", "foo", 400))
     )
@@ -69,7 +71,7 @@ def test_lines_without_a_job() -> None:
 
 
 @pytest.mark.parametrize("state", list(BatchState))
-def test_a_batch_in_every_state_is_one_of_theirs(state: BatchState) -> None:
+def test_a_batch_in_every_state_is_read_by_openai_s_batch_type(state: BatchState) -> None:
     batch = Batch(
         id=BATCH,
         queue="q",
@@ -120,7 +122,7 @@ def encode_json(batch: Batch) -> bytes:
     return msgspec.json.encode(batch.public())
 
 
-def test_no_mark_in_a_text_ends_its_line() -> None:
+def test_a_text_with_unicode_line_breaks_stays_on_one_line() -> None:
     """Python's `splitlines` and others take more than a newline for an end."""
     text = "a\u2028b\u2029c\x85d\x0be\x1cf ☁\u2027"
     choice = msgspec.structs.replace(result(BATCH, 1).choices[0], text=text, logprobs=None)

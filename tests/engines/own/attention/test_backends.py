@@ -111,7 +111,7 @@ def make_backend(
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 @pytest.mark.parametrize(("name", "device"), TARGETS)
 @pytest.mark.parametrize("case", CASES + HALF_CASES, ids=lambda case: case.name)
-def test_attends_as_dense_attention_does(name: str, device: str, case: Case) -> None:
+def test_each_backend_equals_dense_attention(name: str, device: str, case: Case) -> None:
     backend = make_backend(name, device, case)
     problem = make_problem(case, device)
     result = attend(backend, problem, filled_cache(backend, problem))
@@ -129,7 +129,7 @@ def test_attends_as_dense_attention_does(name: str, device: str, case: Case) -> 
         pytest.param(torch.float8_e5m2, CASES[-2], id=f"8 bits, {CASES[-2].name}"),
     ],
 )
-def test_keys_and_values_of_8_bits_are_rounded_and_nothing_else(
+def test_an_8_bit_cache_rounds_keys_and_values_only(
     name: str, device: str, dtype: torch.dtype, case: Case
 ) -> None:
     backend = make_backend(name, device, case, dtype)
@@ -170,7 +170,7 @@ def test_every_number_is_rounded_to_the_nearest_of_8_bits(
         assert torch.equal(found, stored_as(value, dtype).view(torch.uint8).flatten())
 
 
-def test_every_backend_is_tried() -> None:
+def test_every_backend_has_cases_in_this_file() -> None:
     assert set(backend_names()) == {"reference", "cpu", "triton", "flash"}
 
 

@@ -22,7 +22,7 @@ from tokenmill_worker.engines.own.config.cache import Window
 
 @pytest.mark.parametrize("window", [None, Window(30)])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_long_chunks_attend_in_pieces(window: Window | None, has_sinks: bool) -> None:
+def test_a_long_chunk_is_attended_in_pieces(window: Window | None, has_sinks: bool) -> None:
     problem = make_problem(
         Case("pieces", ((90, 100), (1, 40), (33, 33)), window=window, has_sinks=has_sinks)
     )
@@ -54,7 +54,7 @@ def test_padding_rows_come_back_as_zeros_and_lengths_may_be_on_the_device_only()
     assert (result[4:] == 0).all()
 
 
-def test_a_narrower_cache_serves_a_wider_model() -> None:
+def test_a_float32_model_attends_over_a_bfloat16_cache() -> None:
     problem = make_problem(Case("narrow", ((5, 20), (1, 33))))
     backend = ReferenceAttention()
     result = attend(backend, problem, filled_cache(backend, problem, torch.bfloat16))

@@ -23,12 +23,12 @@ SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125)
 ODD = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=7, scale=0.3)
 
 
-def test_reference_serves_where_no_other_does() -> None:
+def test_auto_chooses_reference_if_no_other_backend_can_serve() -> None:
     assert choose("auto", CPU, torch.float32, [SHAPE, ODD], 16).name == "reference"
     assert choose("reference", CPU, torch.float32, [SHAPE], 16).name == "reference"
 
 
-def test_matrix_registers_are_used_where_they_are_allowed() -> None:
+def test_amx_is_used_only_if_the_setting_allows_it() -> None:
     for amx in (True, False):
         assert choose("auto", CPU, torch.float32, [SHAPE], 16, amx).uses_amx is amx
 
@@ -38,14 +38,14 @@ def test_an_explicit_choice_that_cannot_work_is_refused_with_its_reason() -> Non
         choose("flash", CPU, torch.float32, [SHAPE], 16)
 
 
-def test_auto_logs_what_it_chose_and_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_logs_the_chosen_backend_and_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert choose("auto", CPU, torch.float32, [ODD], 16).name == "reference"
     (record,) = caplog.records
     assert record.message.startswith("Attention 'reference' is used: attention backend 'cpu'")
 
 
-def test_the_block_size_is_the_backend_s_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_size_defaults_to_the_backend_s(monkeypatch: pytest.MonkeyPatch) -> None:
     library = flash.FlashLibrary(2, None)
     monkeypatch.setattr(flash, "installed_library", lambda capability: library)
     cuda, half = torch.device("cuda"), torch.bfloat16
@@ -57,7 +57,7 @@ def test_the_block_size_is_the_backend_s_unless_it_is_set(monkeypatch: pytest.Mo
     assert "256" in reason
 
 
-def test_auto_prefers_triton_which_was_measured_to_flash_attn(
+def test_auto_prefers_triton_to_flash_attn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library = flash.FlashLibrary(3, None)
@@ -66,7 +66,7 @@ def test_auto_prefers_triton_which_was_measured_to_flash_attn(
     assert choose("auto", torch.device("cuda"), torch.bfloat16, [SHAPE], 16).name == "triton"
 
 
-def test_without_flash_attn_and_a_block_size_it_gives_a_reason(
+def test_flash_without_its_package_gives_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(flash, "installed_library", no_library)
@@ -80,7 +80,7 @@ def no_library(_capability: int) -> None:
     raise ModuleNotFoundError("No module named 'flash_attn'")
 
 
-def test_chunked_attention_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_attention_is_served_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     library = flash.FlashLibrary(3, None)
     monkeypatch.setattr(flash, "installed_library", lambda capability: library)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -90,12 +90,12 @@ def test_chunked_attention_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) ->
     assert why_not("triton", torch.device("cuda"), torch.bfloat16, shapes, 16) is None
 
 
-def test_one_layer_that_a_backend_cannot_serve_is_enough() -> None:
+def test_a_backend_is_rejected_if_it_cannot_serve_one_layer() -> None:
     reason = why_not("cpu", CPU, torch.float32, [SHAPE, ODD], 16)
     assert reason is not None
 
 
 @pytest.mark.parametrize("name", backend_names())
-def test_every_backend_answers_in_a_sentence_or_serves(name: str) -> None:
+def test_every_backend_serves_or_gives_a_reason(name: str) -> None:
     reason = why_not(name, CPU, torch.float32, [SHAPE], 16)
     assert reason is None or len(reason.split()) > 2

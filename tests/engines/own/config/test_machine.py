@@ -21,7 +21,7 @@ def test_free_memory_is_read_from_the_kernel(tmp_path: Path) -> None:
     assert CpuDevice().free_memory() > 1 << 20
 
 
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
+def test_free_memory_is_bounded_by_the_container_s_limit(tmp_path: Path) -> None:
     assert machine.cgroup_rooms(tmp_path) == []
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("2000\n")
@@ -38,7 +38,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_a_containers_cpu_quota_counts_in_both_versions_of_groups(tmp_path: Path) -> None:
+def test_usable_cores_follow_the_container_s_quota_in_cgroup_1_and_2(tmp_path: Path) -> None:
     root, own = tmp_path / "cgroup", tmp_path / "own"
     assert machine.cpu_quotas(root, own) == []
     write(root / "cpu.max", "max 100000\n")
@@ -50,7 +50,9 @@ def test_a_containers_cpu_quota_counts_in_both_versions_of_groups(tmp_path: Path
     assert machine.cpu_quotas(root, own) == [2.5, 0.75]
 
 
-def test_the_quotas_of_the_processs_own_group_and_of_those_around_it_count(tmp_path: Path) -> None:
+def test_usable_cores_follow_the_least_quota_of_the_process_s_own_and_outer_cgroups(
+    tmp_path: Path,
+) -> None:
     root, own = tmp_path / "cgroup", tmp_path / "own"
     write(own, "12:memory:/other\n4:cpu,cpuacct:/a/b\n0::/system.slice/worker.service\n")
     write(root / "system.slice/worker.service/cpu.max", "300000 100000\n")
@@ -64,7 +66,7 @@ def test_the_quotas_of_the_processs_own_group_and_of_those_around_it_count(tmp_p
 @pytest.mark.parametrize(
     ("quota", "cores"), [("max", 4), ("400000", 4), ("250000", 2), ("50000", 1), ("900000", 4)]
 )
-def test_threads_follow_the_affinity_mask_and_the_quota(
+def test_threads_follow_the_lower_of_affinity_mask_and_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
 ) -> None:
     write(tmp_path / "cpu.max", f"{quota} 100000\n")

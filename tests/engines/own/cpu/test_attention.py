@@ -88,7 +88,7 @@ def test_the_number_of_threads_changes_no_bit(backend: CpuAttention) -> None:
 
 @pytest.mark.parametrize("kv_dtype", NARROW)
 @pytest.mark.parametrize("block_size", [8, 16])
-def test_narrow_storage_rounds_keys_and_values_and_nothing_else(
+def test_a_narrow_cache_rounds_keys_and_values_only(
     backend: CpuAttention, kv_dtype: torch.dtype, block_size: int
 ) -> None:
     problem = make_problem(Case("storage", ((1, 300), (50, 90)), block_size=block_size))
@@ -98,7 +98,9 @@ def test_narrow_storage_rounds_keys_and_values_and_nothing_else(
 
 
 @pytest.mark.parametrize("kv_dtype", NARROW)
-def test_rounding_is_torchs(backend: CpuAttention, kv_dtype: torch.dtype) -> None:
+def test_values_are_rounded_to_narrow_types_as_by_torch(
+    backend: CpuAttention, kv_dtype: torch.dtype
+) -> None:
     """Every exponent, ties, subnormals and overflow; the one value in the cache is also read back
     as stored.
     """
@@ -137,7 +139,7 @@ def test_inputs_may_be_views_of_one_packed_projection(backend: CpuAttention) -> 
 
 
 @pytest.mark.parametrize("rotary_dim", [64, 32])
-def test_rope_and_write_does_what_its_parts_do(backend: CpuAttention, rotary_dim: int) -> None:
+def test_rope_and_write_equals_rope_then_write(backend: CpuAttention, rotary_dim: int) -> None:
     case = Case("rope", ((30, 30), (4, 4)), num_heads=4, num_kv_heads=2)
     problem = make_problem(case)
     metadata = metadata_of(problem, case.lens)
@@ -164,7 +166,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("march", ["x86-64", "x86-64-v3", "x86-64-v4"])
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86-64")
-def test_every_vector_width_gives_the_result(march: str) -> None:
+def test_attention_is_the_same_with_every_vector_width(march: str) -> None:
     """The paths that this machine would not choose: 128 bits without fused multiply-add, and
     AVX2.
     """
@@ -190,7 +192,7 @@ def test_padding_rows_come_back_as_zeros(backend: CpuAttention) -> None:
     assert torch.equal(result[2:], torch.zeros(2, 4, 64))
 
 
-def test_a_nan_of_the_model_is_not_hidden(backend: CpuAttention) -> None:
+def test_a_nan_in_the_inputs_reaches_the_output(backend: CpuAttention) -> None:
     problem = make_problem(Case("nan", ((1, 20), (1, 5))))
     cache = filled_cache(backend, problem)
     problem.query[0] = torch.nan
@@ -221,7 +223,7 @@ def test_without_a_compiler_the_reference_is_chosen_with_its_reason(tmp_path: Pa
         ("cpu", torch.float32, 1032, "1032"),
     ],
 )
-def test_unsupported_shapes_have_a_reason(
+def test_unsupported_shapes_are_rejected_with_a_reason(
     device: str, dtype: torch.dtype, head_dim: int, word: str
 ) -> None:
     reason = CpuAttention.why_not(
@@ -231,7 +233,9 @@ def test_unsupported_shapes_have_a_reason(
     assert word in reason
 
 
-def test_a_step_counted_up_in_place_is_another_step(backend: CpuAttention) -> None:
+def test_metadata_advanced_in_place_gives_the_attention_of_the_new_lengths(
+    backend: CpuAttention,
+) -> None:
     """A call does not reuse what an earlier call derived from the same metadata object."""
     problem = make_problem(
         Case("counted up", ((1, 600), (1, 30), (1, 270)), num_heads=6, num_kv_heads=2)

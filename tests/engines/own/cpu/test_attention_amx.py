@@ -78,7 +78,7 @@ def stored(case: Case, dtype: torch.dtype) -> Problem:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_is_as_exact_as_the_vector_registers(
+def test_amx_attention_is_as_exact_as_vector_attention(
     backend: CpuAttention, case: Case, dtype: torch.dtype
 ) -> None:
     """A product of parts that was left out would show: its errors are tens of roundings."""
@@ -104,7 +104,7 @@ def test_the_number_of_threads_changes_no_bit(backend: CpuAttention, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_chunk_has_the_same_bits_with_others_as_alone(
+def test_a_chunk_has_the_same_bits_beside_others_as_alone(
     backend: CpuAttention, dtype: torch.dtype
 ) -> None:
     problem = stored(CASES[0], dtype)
@@ -119,7 +119,9 @@ def test_a_chunk_has_the_same_bits_with_others_as_alone(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_common_prompt_of_decodes(backend: CpuAttention, dtype: torch.dtype) -> None:
+def test_decodes_over_a_common_prompt_have_the_bits_of_single_decodes(
+    backend: CpuAttention, dtype: torch.dtype
+) -> None:
     """Tiles that many sequences share are computed for all of them."""
     lens = tuple((1, 530 + index) for index in range(40))
     problem = stored(Case("decodes", lens, num_heads=9, num_kv_heads=3), dtype)
@@ -129,7 +131,7 @@ def test_a_common_prompt_of_decodes(backend: CpuAttention, dtype: torch.dtype) -
     torch.testing.assert_close(attend(backend, problem, cache), expected, rtol=1e-4, atol=2e-6)
 
 
-def test_a_nan_stays_in_its_row(backend: CpuAttention) -> None:
+def test_a_nan_does_not_leave_its_row(backend: CpuAttention) -> None:
     problem = make_problem(Case("nan", ((200, 300),), num_heads=4, num_kv_heads=2))
     problem.query[77] = torch.nan
     problem.query[78, 1, 3] = torch.inf
@@ -148,7 +150,7 @@ def _without_bad(problem: Problem) -> Tensor:
     return dense(problem)
 
 
-def test_numbers_of_every_size(backend: CpuAttention) -> None:
+def test_amx_attention_is_exact_for_numbers_of_every_magnitude(backend: CpuAttention) -> None:
     problem = make_problem(Case("sizes", ((200, 700),), num_heads=4, num_kv_heads=2))
     sizes = torch.logspace(-30, 30, 700).view(700, 1, 1)
     problem.value.mul_(sizes[torch.randperm(700)])

@@ -114,7 +114,7 @@ def whole(inputs: StepInputs, items: list[ScheduledSequence]) -> list[object]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_counted_up_or_made_anew(seed: int) -> None:
+def test_inputs_advanced_in_place_equal_inputs_built_anew(seed: int) -> None:
     builder, kept, steps, last = InputBuilder(CONFIG, 4096, CPU, 2), 0, 0, 0
     for number, items in enumerate(Schedule(seed).steps(150)):
         plan = StepPlan(number, tuple(items))
@@ -128,7 +128,7 @@ def test_counted_up_or_made_anew(seed: int) -> None:
     assert kept > steps / 10, "hardly any step was counted up"
 
 
-def test_a_step_of_the_same_tokens_again_is_made_anew() -> None:
+def test_inputs_of_a_repeated_step_are_built_anew() -> None:
     """The same step comes twice when its first run has failed."""
     sequence = Sequence("r", [1, 2, 3], 3, SamplingParams(), block_tables=[[5], [7]])
     builder, plans = InputBuilder(CONFIG, 64, CPU, 1), []

@@ -74,7 +74,7 @@ def blocks(first: int, positions: int, block_size: int) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("block_size", [8, 16, 24, 64])  # 24: tiles are no whole blocks
 @pytest.mark.parametrize("group", [1, 3])
-def test_a_common_prompt_changes_no_bit(
+def test_computing_a_common_prompt_together_changes_no_bit(
     backend: CpuAttention, block_size: int, group: int, dtype: torch.dtype
 ) -> None:
     """Two prompts of two tiles and a bit, in mixed order, and sequences that share nothing or end
@@ -93,7 +93,7 @@ def test_a_common_prompt_changes_no_bit(
     assert torch.equal(together, alone)
 
 
-def test_more_sequences_than_go_together(backend: CpuAttention) -> None:
+def test_more_sequences_than_one_group_holds_have_the_same_bits(backend: CpuAttention) -> None:
     tables = [[*blocks(1, TILE, 16), 50 + index] for index in range(150)]
     together, alone = decode(
         backend, tables, [TILE + 1 + index % 16 for index in range(150)], 16, 3, torch.float32
@@ -101,7 +101,7 @@ def test_more_sequences_than_go_together(backend: CpuAttention) -> None:
     assert torch.equal(together, alone)
 
 
-def test_a_tile_that_only_begins_alike_is_another(backend: CpuAttention) -> None:
+def test_a_tile_that_shares_only_its_first_blocks_is_not_shared(backend: CpuAttention) -> None:
     first = blocks(1, 2 * TILE, 16)
     tables = [list(first) for _ in range(4)]
     tables[1][15], tables[2][1], tables[3][20] = 60, 61, 62

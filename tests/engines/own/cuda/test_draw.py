@@ -96,7 +96,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_draws_torchs_tokens(kind: str) -> None:
+def test_each_kind_of_parameters_draws_torch_s_tokens(kind: str) -> None:
     logits, keys = random_logits(8, 300), row_keys(np.arange(8, dtype=np.uint64), np.arange(8) + 5)
     wanted = drawing([KINDS[kind]] * 8)
     tokens, peaks = DeviceDraw(DEVICE).draw(logits.to(DEVICE), wanted, keys)
@@ -104,7 +104,7 @@ def test_each_kind_draws_torchs_tokens(kind: str) -> None:
     assert torch.equal(peaks.cpu(), logits.amax(dim=1))
 
 
-def test_a_mixed_batch_and_a_batch_of_one_agree() -> None:
+def test_a_row_draws_the_same_token_in_a_mixed_batch_as_alone() -> None:
     """Equal logits stay or go together; a row's token does not depend on its batch."""
     logits = random_logits(7, 300, seed=1).round()
     keys = row_keys(np.arange(7, dtype=np.uint64) + 50, np.arange(7))
@@ -134,7 +134,7 @@ def test_a_mixed_batch_and_a_batch_of_one_agree() -> None:
         ("equal", (8, 0.9, OFF), True),
     ],
 )
-def test_the_floor_is_exact_wherever_it_lies(
+def test_the_floor_is_exact_at_any_rank_among_the_logits(
     logits: str,
     search: tuple[int, float, float],
     is_found: bool,
@@ -179,7 +179,7 @@ def searched_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
         yield searched
 
 
-def test_a_vocabulary_of_several_chunks() -> None:
+def test_a_vocabulary_of_several_chunks_draws_torch_s_tokens() -> None:
     """The first of equal logits in different chunks wins a greedy row."""
     vocab = 2 * draw.CHUNK + 100
     logits, keys = (
@@ -216,7 +216,7 @@ def test_rows_without_a_finite_logit_are_found_by_their_peak() -> None:
     assert all(0 <= token < 100 for token in tokens.tolist())
 
 
-def test_a_token_that_is_masked_is_never_drawn() -> None:
+def test_a_masked_token_is_never_drawn() -> None:
     logits = random_logits(16, 200)
     logits[:, :150] = -torch.inf
     keys = row_keys(np.arange(16, dtype=np.uint64), np.arange(16))
@@ -226,7 +226,7 @@ def test_a_token_that_is_masked_is_never_drawn() -> None:
     assert min(tokens.tolist()) >= 150
 
 
-def test_the_noise_is_the_same_number() -> None:
+def test_the_kernel_s_noise_equals_torch_s() -> None:
     """Equal logits leave the race to the noise alone; its winner is torch's, for many keys."""
     keys = row_keys(np.arange(64, dtype=np.uint64), np.arange(64) * 31)
     flat = torch.zeros(64, 500)
@@ -236,7 +236,7 @@ def test_the_noise_is_the_same_number() -> None:
     assert tokens.tolist() == race(flat, torch.from_numpy(keys), ids).tolist()
 
 
-def test_log_probabilities_of_both_modes_are_torchs() -> None:
+def test_raw_and_processed_log_probabilities_equal_torch_s() -> None:
     logits = random_logits(8, 300, 5)
     modes = [
         SamplingParams(logprobs=3, logprobs_mode=mode, **kind)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from tokenmill_worker.engines.own.cuda.graph_inputs import (
 # ── shapes ──
 
 
-def test_batches_are_padded_little_where_they_are_small() -> None:
+def test_small_batches_are_padded_by_few_rows() -> None:
     sizes = [padded_batch(n) for n in range(1, 1025)]
     assert sizes[:9] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
     assert all(0 <= size - n < min(n, 32) for n, size in enumerate(sizes, 1))
@@ -29,7 +29,7 @@ def test_batches_are_padded_little_where_they_are_small() -> None:
     assert len(set(sizes)) < 40
 
 
-def test_a_decode_and_a_mixed_step_have_shapes_of_their_own() -> None:
+def test_a_decode_and_a_mixed_step_have_different_padded_shapes() -> None:
     decode = padded_shape(step([(1, 30)] * 5), config(), 512)
     assert (decode.is_decode, decode.num_tokens, decode.num_seqs, decode.num_rows) == (
         True,
@@ -61,7 +61,9 @@ def test_lengths_are_powers_of_two_times_the_interval() -> None:
 @pytest.mark.parametrize(
     "lens", [[(1, 30)] * 3, [(1, 30), (20, 64), (3, 3)]], ids=["decode", "mixed"]
 )
-def test_what_a_larger_step_left_is_padding_again(lens: list[tuple[int, int]]) -> None:
+def test_inputs_of_a_larger_step_before_are_overwritten_by_padding(
+    lens: list[tuple[int, int]],
+) -> None:
     """A step loaded after a larger one leaves the same buffers as if it were the first."""
     larger = [(1, 60)] * 4 if lens[0] == lens[-1] else [(1, 60), (26, 64), (3, 3), (1, 2)]
     shape = padded_shape(step(lens), config(), 512)
@@ -81,7 +83,7 @@ def test_what_a_larger_step_left_is_padding_again(lens: list[tuple[int, int]]) -
     assert ours.rows.tolist()[: len(lens)] == step(lens).rows.tolist()
 
 
-def test_a_common_prefix_has_a_graph_for_each_batch() -> None:
+def test_a_common_prefix_has_a_graph_per_batch_size() -> None:
     """Contexts are padded to the model's length; padding has no prefix, whatever was there."""
     used = StaticInputs(step([(1, 30)]), config(), 512)
     for count, tokens in ((8, 32), (5, 16)):
@@ -115,7 +117,7 @@ def test_padding_of_a_decode_is_one_token_in_the_null_block() -> None:
     assert not metadata.block_table[3].any()
 
 
-def test_a_steady_decode_arrives_by_three_copies() -> None:
+def test_inputs_of_a_steady_decode_are_loaded_by_three_copies() -> None:
     """Tensors of one type arrive together; a block table is a part of its rows."""
     inputs = step([(1, 30)] * 3)
     shape, static = padded_shape(inputs, config(), 512), StaticInputs(inputs, config(), 512)

@@ -68,7 +68,7 @@ def test_a_decode_is_captured_at_once_and_replayed_after() -> None:
     assert set(forward.calls) == {4}
 
 
-def test_a_mixed_shape_is_captured_when_it_has_come_often() -> None:
+def test_a_mixed_shape_is_captured_after_several_uses() -> None:
     forward = Recorder()
     graphs = GraphRunner(forward, config(), 512, fake_capture)
     for count in (18, 20, 31, 25, 30):
@@ -79,7 +79,7 @@ def test_a_mixed_shape_is_captured_when_it_has_come_often() -> None:
     assert (graphs.num_captured, graphs.num_replays) == (1, 2)
 
 
-def test_the_graph_not_used_for_longest_is_forgotten() -> None:
+def test_the_least_recently_used_graph_is_evicted() -> None:
     graphs = GraphRunner(Recorder(), config(max_cached_graphs=2), 512, fake_capture)
     for count in (1, 2, 1, 8, 1, 2):
         graphs.run(step([(1, 30)] * count))
@@ -87,7 +87,7 @@ def test_the_graph_not_used_for_longest_is_forgotten() -> None:
     assert graphs.num_captured == 4  # 1, 2, 8 (forgets 2), and 2 again (forgets 8)
 
 
-def test_mixed_steps_drive_out_no_graph() -> None:
+def test_mixed_steps_evict_no_graph() -> None:
     """A capture takes long: with the places of mixed steps full, others run eagerly."""
     graphs = GraphRunner(Recorder(), config(max_cached_graphs=8), 512, fake_capture)
     for count in (1, 2, 4, 8):
@@ -115,7 +115,7 @@ def test_graphs_share_the_memory_of_their_logits() -> None:
     assert len({output.untyped_storage().data_ptr() for output in outputs}) == 1
 
 
-def test_a_step_with_drafts_has_room_for_their_rows() -> None:
+def test_a_graph_of_a_step_with_drafts_has_a_row_for_each_draft() -> None:
     """A sequence samples a row for each draft, so there may be more rows than sequences."""
     settings = config(max_num_seqs=3)
     graphs = GraphRunner(Recorder(), settings, 512, fake_capture)
@@ -127,7 +127,7 @@ def test_a_step_with_drafts_has_room_for_their_rows() -> None:
     assert graphs.num_captured == 1
 
 
-def test_a_large_mixed_step_stays_eager_however_often_it_comes() -> None:
+def test_a_large_mixed_step_always_stays_eager() -> None:
     forward = Recorder()
     graphs = GraphRunner(forward, config(), 4096, fake_capture)
     for _ in range(SIGHTINGS + 1):
@@ -136,7 +136,7 @@ def test_a_large_mixed_step_stays_eager_however_often_it_comes() -> None:
     assert (graphs.num_captured, graphs.num_replays) == (0, 0)
 
 
-def test_a_failing_capture_means_eager_steps_and_one_warning(
+def test_a_failing_capture_leads_to_eager_steps_and_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     forward = Recorder()
@@ -150,7 +150,7 @@ def test_a_failing_capture_means_eager_steps_and_one_warning(
     assert len(caplog.records) == 1
 
 
-def test_a_step_that_fails_by_itself_is_no_capture_that_fails() -> None:
+def test_a_step_that_fails_by_itself_does_not_count_as_a_failed_capture() -> None:
     """The other shapes are captured after it, and so is its own once it runs."""
     forward = Recorder()
 
@@ -262,7 +262,7 @@ assert graph.output.tolist() == [2.0, 2.0, 2.0]
 
 
 @pytest.mark.gpu
-def test_a_capture_that_is_refused_leaves_everything_as_it_was() -> None:
+def test_a_refused_capture_leaves_the_device_usable() -> None:
     """A child process captures: after a broken capture, torch before 2.12 cannot capture again."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")

@@ -22,7 +22,7 @@ BACKENDS = "tests/engines/own/attention/test_backends.py"
 DRAWING = "tests/engines/own/cuda/test_draw.py"
 LARGE = "tests/engines/own/cuda/attention/test_large_pools.py"
 FUSED = "tests/engines/own/cuda/fused/test_modules.py"
-CASE = f"{BACKENDS}::test_attends_as_dense_attention_does"
+CASE = f"{BACKENDS}::test_each_backend_equals_dense_attention"
 FAST = (
     ATTENTION,
     SPLITS,
@@ -36,15 +36,15 @@ FAST = (
     *(
         f"{FUSED}::{name}"
         for name in (
-            "test_norm_after_an_addition",
-            "test_gates",
-            "test_rows_in_8_bits",
-            "test_one_pass_over_few_tokens",
-            "test_one_pass_divides_by_scales_before_it_rounds",
+            "test_norm_after_an_addition_equals_transformers",
+            "test_fused_gates_equal_silu_and_gelu",
+            "test_rows_are_quantized_to_8_bits_with_their_scales",
+            "test_one_pass_over_few_tokens_equals_the_separate_operations",
+            "test_one_pass_divides_by_scales_before_rounding",
         )
     ),
-    f"{DRAWING}::test_each_kind_draws_torchs_tokens[top-p]",
-    f"{DRAWING}::test_log_probabilities_of_both_modes_are_torchs",
+    f"{DRAWING}::test_each_kind_of_parameters_draws_torch_s_tokens[top-p]",
+    f"{DRAWING}::test_raw_and_processed_log_probabilities_equal_torch_s",
 )
 
 
@@ -78,20 +78,20 @@ def without_fast() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kernels() -> None:
+def test_selected_cases_of_every_kernel_pass_interpreted() -> None:
     pytest.importorskip("triton")
     assert interpreted(*FAST) >= 50
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_case_of_attention() -> None:
+def test_every_case_of_attention_passes_interpreted() -> None:
     pytest.importorskip("triton")
     assert interpreted(BACKENDS, "-k", "triton and not cuda", *without_fast()) >= 23
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_draw_and_every_family() -> None:
+def test_every_draw_and_every_family_passes_interpreted() -> None:
     pytest.importorskip("triton")
     assert interpreted(DRAWING, FUSED, *without_fast()) >= 20

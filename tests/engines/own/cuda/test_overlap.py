@@ -27,7 +27,7 @@ OVERLAPPING = [
 
 
 @pytest.mark.parametrize("kernel", OVERLAPPING, ids=lambda kernel: kernel.fn.__name__)
-def test_every_program_waits_before_it_returns_or_stores(kernel: Any) -> None:
+def test_every_overlapping_kernel_waits_before_it_returns_or_stores(kernel: Any) -> None:
     """A program that returned without waiting would let the next kernel read unfinished rows."""
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn))).body
     assert isinstance(function, ast.FunctionDef)
@@ -38,5 +38,5 @@ def test_every_program_waits_before_it_returns_or_stores(kernel: Any) -> None:
     assert not [line for line in lines[:wait] if "return" in line or "tl.store" in line]
 
 
-def test_a_cpu_has_no_overlap() -> None:
+def test_kernels_do_not_overlap_on_a_cpu() -> None:
     assert overlap_of(torch.device("cpu")) == {"OVERLAPS": False}

@@ -32,7 +32,7 @@ def test_a_host_pool_is_pinned_in_place_and_unpinned() -> None:
     assert not runtime.registered
 
 
-def test_memory_that_cannot_be_pinned_is_a_setting_that_cannot_work() -> None:
+def test_memory_that_cannot_be_pinned_is_a_settings_error() -> None:
     runtime = Runtime(room=1)
     with pytest.raises(
         EngineConfigError, match=r"cpu_offload_gib: the driver cannot pin .* error 2"

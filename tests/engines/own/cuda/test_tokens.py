@@ -93,7 +93,7 @@ def answers(
 
 @pytest.mark.parametrize("has_lora", [False, True], ids=["plain", "adapter"])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_gives_the_cpus_tokens(
+def test_every_way_to_run_a_step_gives_the_cpu_s_tokens(
     way: str, has_lora: bool, folders: tuple[Path, Path], expected: dict[bool, Answers]
 ) -> None:
     found, engine = answers(folders, has_lora, **WAYS[way])
@@ -118,7 +118,9 @@ def test_a_draft_model_changes_no_token(
     assert engine.stats().accepted_tokens > 0
 
 
-def test_calculated_scales_are_read_in_graphs_as_without(folders: tuple[Path, Path]) -> None:
+def test_calculated_scales_give_the_same_tokens_with_and_without_graphs(
+    folders: tuple[Path, Path],
+) -> None:
     scaled = {"kv_dtype": "float8_e4m3fn", "calculate_kv_scales": True}
     eager, _ = answers(folders, False, **scaled, **WAYS["eager"])
     assert answers(folders, False, **scaled, **WAYS["graphs ahead"])[0] == eager

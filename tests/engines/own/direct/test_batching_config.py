@@ -49,7 +49,7 @@ def test_without_arguments_the_engine_keeps_its_defaults():
     assert applied(q_padding_interval_size=0, kv_padding_interval_size=0) == DEFAULTS
 
 
-def test_defaults_are_those_that_the_documents_name():
+def test_defaults_equal_those_of_the_documents():
     engine = applied()
     assert (engine.policy.value, engine.prefix_cache, engine.cpu_offload_gib) == ("fifo", True, 0.0)
     assert (engine.max_memory_percent, engine.q_padding_interval) == (0.9, 64)
@@ -62,21 +62,21 @@ def test_pages_have_two_names_and_one_value():
         ContinuousBatchingConfig(page_size=64, block_size=32)
 
 
-def test_the_blocks_that_are_named_can_be_used(llama):
+def test_num_blocks_counts_usable_blocks(llama):
     config = ContinuousBatchingConfig(num_blocks=9)
     with BatchedModel.from_pretrained(str(llama), block_size=16) as model:
         manager = model.init_continuous_batching(continuous_batching_config=config)
         assert manager._engine.capacity().free_blocks == 9
 
 
-def test_graphs_are_of_both_paths_or_of_none():
+def test_use_cuda_graph_must_be_equal_for_both_paths():
     assert applied(use_cuda_graph=(True, True)).cuda_graphs is True
     assert applied(use_cuda_graph=(False, False)).cuda_graphs is False
     with pytest.raises(ValueError, match=r"use_cuda_graph=\(True, False\) is not possible"):
         ContinuousBatchingConfig(use_cuda_graph=(True, False))
 
 
-def test_the_host_s_space_follows_memory_where_it_is_none_and_is_cut_to_its_share():
+def test_the_offload_space_follows_memory_by_default_and_is_cut_to_its_share():
     total = total_memory() / GIB
     assert applied(cpu_offload_space=None).cpu_offload_gib == "auto"
     quarter = {"cpu_offload_space_safety_threshold": 0.25}
@@ -93,7 +93,7 @@ class Hints:
     max_prompt_length: int = 100
 
 
-def test_a_hint_of_few_requests_lowers_the_most_of_a_step_and_never_raises_it():
+def test_a_hint_of_few_requests_lowers_max_num_seqs_and_never_raises_it():
     assert applied(Hints(5)).max_num_seqs == 5
     assert applied(Hints(0)) == applied(Hints(1000)) == DEFAULTS
     limited = DEFAULTS.replace(max_num_seqs=8)
@@ -113,7 +113,7 @@ def test_a_hint_of_few_requests_lowers_the_most_of_a_step_and_never_raises_it():
         {"cpu_group_timeout": 3.0},
     ],
 )
-def test_what_has_no_meaning_here_is_refused_by_its_name(argument):
+def test_an_argument_without_meaning_here_is_refused_by_name(argument):
     ((name, value),) = argument.items()
     sentence = re.escape(f"{name}={value!r} has no meaning here: ")
     with pytest.raises(ValueError, match=f"^{sentence}"):
@@ -134,12 +134,12 @@ def test_a_value_out_of_range_is_refused(argument, sentence):
         ContinuousBatchingConfig(**argument)
 
 
-def test_all_problems_come_at_once():
+def test_all_problems_of_a_configuration_are_reported_together():
     with pytest.raises(ValueError, match=r"default_compile_level=2 .*; cpu_group_timeout=None "):
         ContinuousBatchingConfig(default_compile_level=2, cpu_group_timeout=None)
 
 
-def test_every_argument_of_transformers_is_known_and_its_default_is_no_problem():
+def test_every_argument_of_transformers_is_accepted_with_its_default():
     theirs = dataclasses.fields(transformers.ContinuousBatchingConfig)
     ours = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
     assert {field.name for field in theirs} - ours == set()
@@ -147,7 +147,7 @@ def test_every_argument_of_transformers_is_known_and_its_default_is_no_problem()
     assert found == ContinuousBatchingConfig()
 
 
-def test_transformers_own_configuration_is_taken_for_what_it_sets(llama):
+def test_a_transformers_batching_configuration_is_accepted(llama):
     theirs = transformers.ContinuousBatchingConfig(num_blocks=20, return_logprobs=True)
     config = GenerationConfig(max_new_tokens=2, eos_token_id=-1)
     with BatchedModel.from_pretrained(str(llama)) as model:
@@ -159,7 +159,7 @@ def test_transformers_own_configuration_is_taken_for_what_it_sets(llama):
             model.generate_batch([[65]], config, theirs)
 
 
-def test_a_generation_config_s_own_batching_counts_and_one_given_twice_is_refused(llama):
+def test_the_batching_config_of_a_generation_config_is_used_and_a_second_is_refused(llama):
     config = GenerationConfig(max_new_tokens=2, eos_token_id=-1)
     config.continuous_batching_config = ContinuousBatchingConfig(return_logprobs=True)
     with BatchedModel.from_pretrained(str(llama), num_blocks=64) as model:
@@ -172,7 +172,7 @@ def test_a_generation_config_s_own_batching_counts_and_one_given_twice_is_refuse
             model.generate_batch([[65]], config)
 
 
-def test_a_seed_gives_the_same_samples_again_and_others_to_each_request(llama):
+def test_a_seed_repeats_the_samples_and_differs_per_request(llama):
     config = GenerationConfig(max_new_tokens=12, do_sample=True, eos_token_id=-1)
     prompts = [[5, 6, 7]] * 4
 
@@ -188,7 +188,7 @@ def test_a_seed_gives_the_same_samples_again_and_others_to_each_request(llama):
         assert len({*tokens(None), *tokens(None)}) == 8
 
 
-def test_arguments_of_flash_and_of_processors_change_nothing_here():
+def test_arguments_about_flash_and_processors_are_ignored():
     changed = applied(
         auto_switch_to_flash=False, per_request_processors=True, drop_unsupported_processors=False
     )
@@ -201,7 +201,7 @@ def narrow(engine):
         yield manager
 
 
-def test_a_full_queue_holds_a_request_back_until_the_engine_takes_one(engine, narrow):
+def test_add_request_waits_while_the_queue_is_full(engine, narrow):
     taken, submit = [], engine.submit
     engine.submit = lambda requests: (taken.append(len(requests)), submit(requests))
     ids = narrow.add_requests([[65 + n] for n in range(9)])
@@ -211,7 +211,7 @@ def test_a_full_queue_holds_a_request_back_until_the_engine_takes_one(engine, na
     del engine.submit
 
 
-def test_a_full_queue_that_nothing_empties_refuses(engine, narrow):
+def test_a_full_queue_refuses_while_the_engine_does_not_step(engine, narrow):
     with narrow.pause():
         narrow.add_requests([[65], [66]])
         with pytest.raises(EngineError, match="2 requests wait: max_queue_size is reached"):
@@ -223,7 +223,7 @@ def test_a_full_queue_that_nothing_empties_refuses(engine, narrow):
         idle.add_request([65])
 
 
-def test_a_request_with_a_seed_keeps_it(engine):
+def test_a_request_keeps_its_own_seed(engine):
     with ContinuousBatchingManager(engine, GREEDY, seed=3) as manager:
         params = SamplingParams(max_tokens=9, seed=11)
         found = [

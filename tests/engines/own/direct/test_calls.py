@@ -44,7 +44,7 @@ def test_end_tokens_of_a_request_replace_those_of_the_manager(model):
         }
 
 
-def test_single_sampling_fields_of_a_request_are_those_of_its_params(model):
+def test_sampling_fields_given_singly_equal_those_given_as_params(model):
     sampled = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "seed": 5}
     with model.continuous_batching_context_manager(CONFIG) as manager:
         params = SamplingParams(max_tokens=6, ignore_eos=True, **sampled)
@@ -62,7 +62,7 @@ def test_an_unknown_argument_of_a_request_is_named(manager):
 # ── several choices ──
 
 
-def test_num_return_sequences_gives_each_choice_a_result_of_its_own(model):
+def test_num_return_sequences_gives_each_choice_its_own_result(model):
     config = GenerationConfig(
         max_new_tokens=9, do_sample=True, num_return_sequences=3, eos_token_id=-1
     )
@@ -74,7 +74,7 @@ def test_num_return_sequences_gives_each_choice_a_result_of_its_own(model):
     assert len({tuple(one.generated_tokens) for one in outputs.values()}) == 6
 
 
-def test_choices_with_a_seed_are_those_of_the_engine(model):
+def test_seeded_choices_equal_those_of_the_engine(model):
     params = SamplingParams(max_tokens=9, n=3, seed=7, ignore_eos=True)
     with model.continuous_batching_context_manager(CONFIG) as manager:
         manager.add_request([5, 6, 7], "a", params=params)
@@ -96,7 +96,7 @@ def test_greedy_choices_are_equal(model, sharing):
     assert len(first.generated_tokens) == 30
 
 
-def test_a_choice_whose_id_is_in_use_refuses_the_request_and_keeps_the_others(manager):
+def test_a_request_whose_choice_id_is_in_use_is_refused_and_others_continue(manager):
     manager.add_request([65], "a__child#0")
     with pytest.raises(RequestError, match="'a__child#0' is already in use"):
         manager.add_request([65], "a", n=2)
@@ -104,7 +104,7 @@ def test_a_choice_whose_id_is_in_use_refuses_the_request_and_keeps_the_others(ma
 
 
 @pytest.mark.parametrize("n", [0, 129, 10**9, "two"])
-def test_a_number_of_choices_out_of_range_fails_alone(manager, n):
+def test_a_request_with_an_invalid_number_of_choices_fails_alone(manager, n):
     failed = manager.get_result(manager.add_request([65], n=n))
     assert failed.status is RequestStatus.FAILED
     assert manager.get_result(manager.add_request([65])).status is RequestStatus.FINISHED
@@ -119,7 +119,7 @@ def test_a_bad_prompt_fails_each_choice(manager):
 # ── the manager ──
 
 
-def test_a_hard_stop_cancels_what_runs(manager):
+def test_a_hard_stop_cancels_running_requests(manager):
     manager.add_request([65], "long", max_new_tokens=LONG)
     manager.stop(keep_for_next_session=True, hard_stop=True)
     assert not manager.is_running()
@@ -149,7 +149,7 @@ def counted(llama):
         yield loaded, launched
 
 
-def test_a_warm_up_runs_steps_and_leaves_nothing(counted):
+def test_a_warm_up_runs_steps_and_keeps_no_blocks(counted):
     model, launched = counted
     manager = model.init_continuous_batching(CONFIG)
     manager.warmup()
@@ -177,7 +177,7 @@ def test_a_running_manager_warms_up_between_two_steps(counted):
 # ── the model ──
 
 
-def test_a_batch_takes_a_length_timestamps_and_no_prompt_at_all(model):
+def test_a_batch_accepts_a_length_timestamps_and_no_prompts(model):
     assert model.generate_batch([], CONFIG) == {}
     outputs = model.generate_batch(PROMPTS, CONFIG, record_timestamps=True, max_new_tokens=3)
     assert [len(one.timestamps) for one in outputs.values()] == [3, 3]
@@ -185,7 +185,7 @@ def test_a_batch_takes_a_length_timestamps_and_no_prompt_at_all(model):
 
 
 @pytest.mark.parametrize("persistent_manager", [True, False])
-def test_engine_and_prefixes_stay_from_batch_to_batch(llama, persistent_manager):
+def test_the_engine_and_its_cached_prefixes_persist_between_batches(llama, persistent_manager):
     prompt = list(range(5, 60))
     with BatchedModel.from_pretrained(str(llama), num_blocks=64) as model:
         first, second = (
@@ -198,7 +198,7 @@ def test_engine_and_prefixes_stay_from_batch_to_batch(llama, persistent_manager)
         assert model._engine is None
 
 
-def test_a_context_that_does_not_block_leaves_its_requests_running(model):
+def test_a_context_with_block_false_leaves_its_requests_running(model):
     held = threading.Event()
     with model.continuous_batching_context_manager(CONFIG, block=False) as manager:
         manager.add_request([5, 6, 7], "long", max_new_tokens=200, streaming=True)
@@ -219,7 +219,7 @@ def test_a_context_waits_for_its_requests_no_longer_than_its_timeout(model):
     manager.join(20)
 
 
-def test_an_exception_in_a_context_cancels_what_has_not_ended(model):
+def test_an_exception_in_a_context_cancels_unfinished_requests(model):
     def leave():
         with model.continuous_batching_context_manager(CONFIG) as manager:
             manager.add_request([5, 6, 7], "long", max_new_tokens=200)
@@ -231,7 +231,7 @@ def test_an_exception_in_a_context_cancels_what_has_not_ended(model):
     assert manager.get_result("long").status is RequestStatus.CANCELLED
 
 
-def test_a_hint_of_the_workload_limits_the_requests_of_a_step(model):
+def test_a_workload_hint_limits_the_requests_of_a_step(model):
     class Hints:
         num_requests = 3
         max_prompt_length = 10

@@ -37,7 +37,7 @@ def generated(model):
 
 
 @pytest.mark.timeout(120)
-def test_a_held_model_answers_as_its_generate_before_and_after_its_weights_change(llama):
+def test_a_wrapped_model_answers_as_its_generate_before_and_after_a_weight_change(llama):
     def changed(model):
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight.mul_(-2)
@@ -60,7 +60,7 @@ def test_a_held_model_answers_as_its_generate_before_and_after_its_weights_chang
     assert [found[name] for name in ids] == after
 
 
-def test_a_batch_keeps_the_order_and_shows_a_bar(llama, capsys):
+def test_a_batch_keeps_the_order_and_shows_a_progress_bar(llama, capsys):
     with BatchedModel.from_pretrained(str(llama), num_blocks=64) as model:
         prompts = [[65 + n] * (1 + n) for n in range(9, 0, -1)]
         outputs = model.generate_batch(prompts, CONFIG, progress_bar=True)
@@ -71,7 +71,7 @@ def test_a_batch_keeps_the_order_and_shows_a_bar(llama, capsys):
         assert len(output.logprobs) == len(output.generated_tokens)
 
 
-def test_what_the_engine_does_not_have_is_refused():
+def test_unsupported_generation_parameters_are_refused_by_name():
     with pytest.raises(ValueError, match="num_beams=4"):
         sampling_params(GenerationConfig(num_beams=4))
     with pytest.raises(ValueError, match=r"max_time=3\.0, guidance_scale=1\.5$"):
@@ -121,7 +121,7 @@ def test_a_pause_commits_the_step_in_flight_and_changes_no_token(llama):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "paged|sdpa"])
-def test_a_held_model_gets_its_attention_back(llama, attention):
+def test_a_wrapped_model_gets_its_attention_back(llama, attention):
     held = AutoModelForCausalLM.from_pretrained(llama, dtype="float32")
     held.set_attn_implementation(attention)
     before = held.config._attn_implementation
@@ -132,7 +132,7 @@ def test_a_held_model_gets_its_attention_back(llama, attention):
 
 
 @pytest.mark.timeout(120)
-def test_return_logprobs_gives_those_of_the_distribution_that_was_drawn_from(llama):
+def test_return_logprobs_gives_the_logprobs_of_the_sampled_distribution(llama):
     config = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, eos_token_id=-1)
     with BatchedModel.from_pretrained(str(llama), num_blocks=64) as model:
         batching = ContinuousBatchingConfig(return_logprobs=True)

@@ -70,7 +70,7 @@ def tokens_of(outputs):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("sharing", [True, False])
 @pytest.mark.parametrize("attention", ["reference", "cpu"])
-def test_each_attention_with_and_without_sharing_gives_generate_s_tokens(
+def test_each_attention_backend_with_and_without_sharing_gives_generate_s_tokens(
     folder, plain, sharing, attention
 ):
     batching = ContinuousBatchingConfig(allow_block_sharing=sharing, use_cuda_graph=False)
@@ -78,7 +78,7 @@ def test_each_attention_with_and_without_sharing_gives_generate_s_tokens(
     assert tokens_of(outputs) == generate(plain, PROMPTS)[0]
 
 
-def test_without_any_accelerator_the_cpu_answers(folder, plain, monkeypatch):
+def test_without_an_accelerator_the_cpu_gives_generate_s_tokens(folder, plain, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     outputs, _ = batch(folder, device="auto")
     assert tokens_of(outputs) == generate(plain, PROMPTS)[0]
@@ -104,7 +104,7 @@ def test_a_wide_batch_of_decodes_gives_generate_s_tokens(folder, plain):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("async_batching", [False, True])
 @pytest.mark.parametrize("space", [0.0, 0.01])
-def test_few_blocks_take_requests_out_and_change_no_token(folder, plain, space, async_batching):
+def test_preemption_for_lack_of_blocks_changes_no_token(folder, plain, space, async_batching):
     batching = ContinuousBatchingConfig(
         num_blocks=6, page_size=16, safety_margin=0, cpu_offload_space=space,
         use_async_batching=async_batching,
@@ -129,7 +129,7 @@ def test_steps_planned_ahead_give_generate_s_tokens(folder, plain, async_batchin
 
 
 @pytest.mark.parametrize(("family", "hits"), [("llama", 160), ("gemma3", 96)])
-def test_a_prompt_that_was_there_before_hits_its_whole_pages(folder_of, family, hits):
+def test_a_repeated_prompt_hits_the_cache_in_whole_pages(folder_of, family, hits):
     """Beside sliding windows too, in larger units; Transformers shares nothing there."""
     prompt, pages = list(range(5, 175)), ContinuousBatchingConfig(page_size=32)
     config = GenerationConfig(max_new_tokens=32, eos_token_id=-1)
@@ -146,7 +146,7 @@ def test_a_prompt_that_was_there_before_hits_its_whole_pages(folder_of, family, 
 # ── a model that one holds ──
 
 
-def test_a_held_model_called_outside_of_a_step_raises(folder):
+def test_a_wrapped_model_called_outside_of_a_step_raises(folder):
     held = loaded(folder)
     with BatchedModel.from_model(held, num_blocks=64) as model:
         model.generate_batch(PROMPTS, GenerationConfig(max_new_tokens=2, eos_token_id=-1))
@@ -164,7 +164,7 @@ PROCESSORS = {
 
 @pytest.mark.parametrize("name", PROCESSORS)
 @pytest.mark.parametrize("async_batching", [False, True])
-def test_processors_of_logits_give_generate_s_tokens(folder, plain, name, async_batching):
+def test_logits_processors_give_generate_s_tokens(folder, plain, name, async_batching):
     """test_generation_config.py has sequences, n-grams and forced tokens."""
     expected, _ = generate(plain, PROMPTS, **PROCESSORS[name])
     assert expected != generate(plain, PROMPTS)[0]
@@ -174,7 +174,7 @@ def test_processors_of_logits_give_generate_s_tokens(folder, plain, name, async_
     assert tokens_of(outputs) == expected
 
 
-def test_parameters_of_each_request_are_those_that_generate_would_have(folder, plain):
+def test_each_request_s_parameters_act_as_in_generate(folder, plain):
     """Several requests at once, each with its own processors and log-probabilities of its own."""
     kinds = [
         {"temperature": t, "top_k": k, "top_p": p}

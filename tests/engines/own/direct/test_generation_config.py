@@ -75,7 +75,7 @@ def test_a_forced_first_token_is_generate_s_after_a_prompt_of_one_token(plain, b
     assert [answer[0] for answer in answers] == [7, 7, 7]
 
 
-def test_each_request_may_have_rules_of_its_own(plain, batched):
+def test_each_request_may_have_its_own_token_rules(plain, batched):
     rules = rules_of(generated(plain))
     names = [name for name in rules if name != "all"]
     manager = batched.init_continuous_batching(GenerationConfig(**BASE))
@@ -86,7 +86,7 @@ def test_each_request_may_have_rules_of_its_own(plain, batched):
     assert found == {name: generated(plain, **rules[name])[0] for name in names}
 
 
-def test_forms_of_transformers_become_those_of_sampling_params():
+def test_token_rules_in_transformers_forms_become_sampling_params():
     config = GenerationConfig(
         sequence_bias={(5, 4): -math.inf, (6,): 1.5}, bad_words_ids=[[5, 4], [7]],
         no_repeat_ngram_size=0, suppress_tokens=[], forced_eos_token_id=[2, 3],
@@ -109,7 +109,7 @@ def test_forms_of_transformers_become_those_of_sampling_params():
         ({"suppress_tokens": 7}, "suppress_tokens cannot be read: Expected `array`, got `int`"),
     ],
 )
-def test_another_shape_is_refused_in_one_sentence(batched, fields, says):
+def test_a_token_rule_of_another_shape_is_refused_in_one_sentence(batched, fields, says):
     config = GenerationConfig(**BASE)
     for name, value in fields.items():
         setattr(config, name, value)
@@ -133,7 +133,7 @@ def test_another_shape_is_refused_in_one_sentence(batched, fields, says):
         ),
     ],
 )
-def test_what_cannot_hold_fails_its_request_alone(batched, fields, says):
+def test_an_impossible_token_rule_fails_its_request_alone(batched, fields, says):
     manager = batched.init_continuous_batching(GenerationConfig(**BASE))
     bad, good = manager.add_request([5, 6], **fields), manager.add_request([5, 6])
     with manager:

@@ -19,7 +19,7 @@ from tokenmill_worker.engines.own.direct import results
 from tokenmill_worker.engines.own.errors import EngineError
 
 
-def test_results_come_in_any_order_and_once(manager):
+def test_results_are_fetched_in_any_order_and_once(manager):
     ids = [manager.add_request([65 + n, 66], f"r{n}") for n in range(5)]
     assert manager.get_result("r3").request_id == "r3"
     rest = [output.request_id for output in manager]
@@ -29,7 +29,7 @@ def test_results_come_in_any_order_and_once(manager):
     assert manager.get_result() is None
 
 
-def test_tokens_are_those_of_the_engine(manager):
+def test_the_manager_gives_the_engine_s_tokens(manager):
     prompts = [[65 + n, 66, 67 + n] for n in range(8)]
     ids = manager.add_requests(prompts)
     found = {one.request_id: one.generated_tokens for one in manager}
@@ -38,7 +38,7 @@ def test_tokens_are_those_of_the_engine(manager):
     assert [found[name] for name in ids] == [list(one.token_ids) for one in expected]
 
 
-def test_a_wait_ends_after_its_timeout(manager):
+def test_get_result_returns_none_after_its_timeout(manager):
     manager.add_request([65, 66], "long", max_new_tokens=LONG)
     with manager.pause():
         started = time.monotonic()
@@ -57,7 +57,7 @@ def test_a_stream_has_one_output_per_token_and_ends(manager):
     assert list(manager.request_id_iter("streamed")) == []
 
 
-def test_a_cancelled_request_is_answered_and_its_stream_ends(manager):
+def test_a_cancelled_request_gets_a_result_and_its_stream_ends(manager):
     manager.add_request([65, 66], "a", max_new_tokens=LONG)
     manager.add_request([65, 66], "b", max_new_tokens=LONG, streaming=True)
     with manager.pause():
@@ -79,7 +79,7 @@ def test_a_cancelled_request_is_answered_and_its_stream_ends(manager):
     ],
     ids=["oversized", "empty", "out of vocabulary", "top_k", "temperature"],
 )
-def test_a_request_that_cannot_be_served_is_answered_and_others_continue(manager, ids, params):
+def test_an_invalid_request_gets_a_failed_result_and_others_continue(manager, ids, params):
     manager.add_request([65, 66], "good")
     manager.add_request(list(ids), "bad", params=params)
     bad = manager.get_result("bad")
@@ -104,7 +104,7 @@ def test_an_id_in_use_is_refused_and_the_first_request_continues(manager):
 
 
 @pytest.mark.parametrize("ids", ["a text", [[65, 66]], [1.5], ["a"], None, [65, None]])
-def test_a_prompt_of_a_wrong_type_fails_alone(manager, ids):
+def test_a_request_with_a_prompt_of_a_wrong_type_fails_alone(manager, ids):
     manager.add_request([65, 66], "running", max_new_tokens=LONG)
     name = manager.add_request(ids)
     failed = manager.get_result(name)
@@ -114,7 +114,7 @@ def test_a_prompt_of_a_wrong_type_fails_alone(manager, ids):
 
 
 @pytest.mark.parametrize("params", [{"temperature": "hot"}, {"stop_token_ids": 7}, {"top_k": []}])
-def test_a_parameter_of_a_wrong_type_fails_alone(manager, params):
+def test_a_request_with_a_parameter_of_a_wrong_type_fails_alone(manager, params):
     manager.add_request([65, 66], "running", max_new_tokens=LONG)
     wrong = SamplingParams(max_tokens=2, **params)
     failed = manager.get_result(manager.add_request([65], params=wrong))
@@ -123,14 +123,14 @@ def test_a_parameter_of_a_wrong_type_fails_alone(manager, params):
     assert len(manager.get_result("running").generated_tokens) == LONG
 
 
-def test_numbers_of_other_libraries_are_token_ids(manager):
+def test_integers_of_other_libraries_are_accepted_as_token_ids(manager):
     given = (torch.tensor([65, 66]), np.array([65, 66]), range(65, 67))
     found = [manager.get_result(manager.add_request(ids)) for ids in given]
     assert [one.prompt_ids for one in found] == [[65, 66]] * 3
     assert len({tuple(one.generated_tokens) for one in found}) == 1
 
 
-def test_an_output_has_its_prompt_its_times_and_lists(manager):
+def test_an_output_has_its_prompt_timestamps_and_token_lists(manager):
     before = time.perf_counter()
     manager.add_request([65, 66], "timed", record_timestamps=True)
     timed = manager.get_result("timed")
@@ -147,7 +147,7 @@ def test_states_are_in_the_order_of_a_request_s_life():
     assert [status.name for status in sorted(RequestStatus)] == names
 
 
-def test_a_stream_that_is_left_goes_on_where_it_was(manager):
+def test_an_abandoned_stream_continues_at_its_next_output(manager):
     manager.add_request([65, 66], "streamed", streaming=True)
     first = next(manager.request_id_iter("streamed"))
     second = manager.get_result("streamed")
@@ -188,7 +188,7 @@ def test_no_output_is_copied_while_the_lock_is_held(manager, monkeypatch):
     assert is_held == [False] * 12
 
 
-def test_stop_finishes_what_was_accepted_and_a_stopped_manager_refuses(engine):
+def test_stop_finishes_accepted_requests_and_then_refuses_new_ones(engine):
     manager = ContinuousBatchingManager(engine, GREEDY)
     with pytest.raises(EngineError, match="not started"):
         manager.get_result()
@@ -203,7 +203,7 @@ def test_stop_finishes_what_was_accepted_and_a_stopped_manager_refuses(engine):
         manager.add_request([65])
 
 
-def test_an_exception_in_the_context_cancels_the_rest(engine):
+def test_an_exception_in_the_manager_s_context_cancels_unfinished_requests(engine):
     manager = ContinuousBatchingManager(engine, GREEDY)
     with pytest.raises(RequestError), manager:
         manager.register_result_handler(manager.add_request([65], "long", LONG) + "er", print)
@@ -211,7 +211,7 @@ def test_an_exception_in_the_context_cancels_the_rest(engine):
     assert manager.get_result("long").status is RequestStatus.CANCELLED
 
 
-def test_a_dead_loop_raises_in_every_waiting_call(engine):
+def test_every_waiting_call_raises_if_the_loop_dies(engine):
     manager = ContinuousBatchingManager(engine, GREEDY)
     manager.start()
     raised = []
@@ -275,7 +275,7 @@ def test_a_handler_registered_in_a_coroutine_runs_in_its_loop(manager):
 
 
 @pytest.mark.timeout(240)
-def test_16_threads_and_10000_requests_lose_and_double_nothing():
+def test_16_threads_get_each_of_10000_results_once():
     each, threads, got = 625, 16, [[] for _ in range(16)]
     with (
         load(num_blocks=2048, max_num_seqs=256, max_num_batched_tokens=2048) as engine,

@@ -11,7 +11,7 @@ from tokenmill_worker.engines.own import ContinuousBatchingManager
 from tokenmill_worker.engines.own.errors import EngineError
 
 
-def test_a_pause_runs_no_step_loses_nothing_and_drops_cached_prefixes(engine, manager):
+def test_a_pause_runs_no_step_keeps_requests_and_drops_cached_prefixes(engine, manager):
     prompt = list(range(65, 105))
     manager.add_request(prompt, "first")
     manager.get_result("first")
@@ -41,7 +41,7 @@ def slow_manager():
         yield manager
 
 
-def test_a_pause_that_is_interrupted_while_it_waits_is_dropped(slow_manager):
+def test_an_interrupted_wait_for_a_pause_leaves_the_manager_running(slow_manager):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -67,7 +67,7 @@ def test_stop_from_another_thread_waits_for_the_end_of_a_pause(manager):
     assert not manager.is_running()
 
 
-def test_a_manager_that_does_not_run_cannot_be_paused(engine):
+def test_pausing_a_manager_that_is_not_running_raises(engine):
     manager = ContinuousBatchingManager(engine, GREEDY)
     for prepare in (lambda: None, lambda: (manager.start(), manager.stop())):
         prepare()
@@ -75,14 +75,14 @@ def test_a_manager_that_does_not_run_cannot_be_paused(engine):
             pass
 
 
-def test_a_pause_raises_when_the_loop_dies_while_it_waits(slow_manager):
+def test_waiting_for_a_pause_raises_if_the_loop_dies(slow_manager):
     slow_manager._engine.settle = None  # the end of the step under way raises TypeError
     with pytest.raises(EngineError, match="loop has failed"), slow_manager.pause():
         pass
     del slow_manager._engine.settle
 
 
-def test_a_pause_lasts_until_the_last_of_its_holders_leaves(engine, manager):
+def test_a_pause_held_by_several_threads_lasts_until_the_last_leaves(engine, manager):
     manager.add_request([65, 66], "running", max_new_tokens=LONG)
     may_leave = [threading.Event() for _ in range(3)]
     inside = threading.Barrier(4)

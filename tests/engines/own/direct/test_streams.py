@@ -12,7 +12,7 @@ def lengths(outputs):
     return [len(one.generated_tokens) for one in outputs]
 
 
-def test_streams_and_plain_requests_alternate(manager):
+def test_streamed_and_plain_requests_may_alternate(manager):
     for n in range(3):
         plain = manager.add_request([65, 66], f"plain-{n}")
         assert lengths(manager.request_id_iter(plain)) == [6]
@@ -22,7 +22,7 @@ def test_streams_and_plain_requests_alternate(manager):
         assert manager.get_result(streamed) is None
 
 
-def test_earlier_outputs_do_not_change_when_later_tokens_come(manager):
+def test_later_tokens_do_not_change_earlier_outputs(manager):
     with manager.pause():
         manager.add_request([65, 66], "streamed", streaming=True, record_timestamps=True)
     seen, copies = [], []
@@ -33,7 +33,7 @@ def test_earlier_outputs_do_not_change_when_later_tokens_come(manager):
     assert lengths(seen) == [len(stamps) for _, stamps, _ in copies] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_preempted_stream_goes_on_at_its_next_token():
+def test_a_preempted_stream_continues_at_its_next_token():
     with (
         load(num_blocks=24, safety_margin=0, max_model_len=150) as engine,
         ContinuousBatchingManager(engine, GREEDY) as manager,
@@ -49,7 +49,7 @@ def test_a_preempted_stream_goes_on_at_its_next_token():
         assert all(one.generated_tokens == whole[: len(one.generated_tokens)] for one in streamed)
 
 
-def test_a_stream_that_is_cancelled_while_it_is_polled_by_its_id_ends(manager):
+def test_a_stream_cancelled_while_polled_by_id_ends(manager):
     manager.add_request([65, 66], "long", max_new_tokens=LONG, streaming=True)
     seen = [manager.get_result("long", timeout=20) for _ in range(3)]
     assert lengths(seen) == [1, 2, 3]

@@ -29,7 +29,7 @@ def round_trip(
 
 @pytest.mark.parametrize("windows", [(None,), (None, 7)])
 @pytest.mark.parametrize("num_host_blocks", [0, 20])
-def test_the_others_have_every_token_and_block_that_is_looked_at(
+def test_other_ranks_have_every_token_and_block_that_a_step_reads(
     windows: tuple[int | None, ...], num_host_blocks: int
 ) -> None:
     cache = make_cache(12, windows=windows, num_host_blocks=num_host_blocks)
@@ -68,7 +68,7 @@ def test_the_others_have_every_token_and_block_that_is_looked_at(
     assert not others
 
 
-def test_a_decode_is_encoded_in_as_many_bytes_after_a_long_prompt() -> None:
+def test_an_encoded_decode_has_the_same_size_after_a_long_prompt() -> None:
     sizes = []
     for length in (8, 200):
         loop, plans, others = Loop.build(make_cache(100)), PlanEncoder(), dict[int, Sequence]()

@@ -23,7 +23,7 @@ def test_a_device_has_the_contract_of_its_kind() -> None:
     assert pick_device("auto").uses_host_memory is not torch.cuda.is_available()
 
 
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_an_unknown_or_missing_device_is_refused() -> None:
     with pytest.raises(EngineConfigError, match="'quantum' is not a device"):
         pick_device("quantum")
     if not torch.cuda.is_available():
@@ -31,7 +31,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
             pick_device("cuda:0")
 
 
-def test_a_device_without_code_of_its_own_runs_torch_s_operators() -> None:
+def test_a_device_without_its_own_code_runs_torch_s_operators() -> None:
     device, config = Device(torch.device("cpu")), EngineConfig(model="none")
     arrays = [np.arange(3), np.arange(8).reshape(2, 4)]
     uploaded = device.upload(arrays, np.int32)
@@ -44,7 +44,7 @@ def test_a_device_without_code_of_its_own_runs_torch_s_operators() -> None:
         device.replace_modules(nn.Linear(2, 2), config.replace(quantization="int8"))
 
 
-def test_the_limits_of_a_step_follow_from_the_device_where_none_is_set(llama: Path) -> None:
+def test_the_limits_of_a_step_default_to_the_device_s(llama: Path) -> None:
     loaded = load_model(llama, EngineConfig(model=str(llama)), CpuDevice())
     gpu = CpuDevice()
     gpu.is_asynchronous = True

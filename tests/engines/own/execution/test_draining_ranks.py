@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[4]
 
 
-def test_a_follower_steps_on_until_rank_0_has_drained(model_path: Path) -> None:  # noqa: F811
+def test_a_follower_rank_keeps_stepping_until_rank_0_has_drained(model_path: Path) -> None:  # noqa: F811
     port = str(free_port())
     ranks = []
     for rank in "01":

@@ -77,7 +77,7 @@ def pairs(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_the_other_rank_does_not_wait_for_ever(failing: int, pairs: list[Pair]) -> None:
+def test_the_other_rank_ends_if_one_rank_fails_in_a_step(failing: int, pairs: list[Pair]) -> None:
     pair, other = pairs[failing], 1 - failing
     assert pair.wait(other) != 0, pair.output(other)
     if failing == 1:

@@ -31,7 +31,7 @@ def metadata_of(num_tokens: int) -> tuple[AttentionMetadata, ...]:
     return builder.build(StepPlan(0, tuple(items))).metadata
 
 
-def test_a_decode_names_the_prefix_of_the_group_that_is_looked_at() -> None:
+def test_inputs_of_a_decode_name_the_common_prefix_of_the_full_group() -> None:
     windowed, full = metadata_of(1)
     assert windowed.prefix is None
     assert full.prefix is not None
@@ -41,5 +41,5 @@ def test_a_decode_names_the_prefix_of_the_group_that_is_looked_at() -> None:
     assert full.prefix.block_table[:SHARED].tolist() == list(range(1, 1 + SHARED))
 
 
-def test_a_step_with_prompts_names_none() -> None:
+def test_inputs_of_a_step_with_prompts_name_no_common_prefix() -> None:
     assert [group.prefix for group in metadata_of(2)] == [None, None]

@@ -54,7 +54,7 @@ def test_an_automatic_host_pool_is_as_large_as_the_cache_and_leaves_a_fifth(
     assert 0.97 * expected < on_host / memory.GIB <= expected
 
 
-def test_pinned_blocks_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_a_set_number_of_blocks_is_used_unchanged(tmp_path: Path) -> None:
     folder = tiny_models.save("gemma3", tmp_path)
     config = EngineConfig(model=str(folder), device="cpu", fuse=False, num_blocks=17, block_size=16)
     config = config.with_step_sizes(on_gpu=False)
@@ -74,7 +74,7 @@ class WithGraphs(CpuDevice):
         return graph_sizes(config, max_model_len)
 
 
-def test_captured_graphs_take_their_share(tmp_path: Path) -> None:
+def test_memory_for_captured_graphs_is_reserved(tmp_path: Path) -> None:
     """They share logits and activations, those of the largest one."""
     folder = tiny_models.save("llama", tmp_path)
     config = EngineConfig(
@@ -96,7 +96,7 @@ def test_captured_graphs_take_their_share(tmp_path: Path) -> None:
     )
 
 
-def test_a_width_for_each_layer_counts_as_the_widest(llama: Path) -> None:
+def test_the_widest_layer_counts_for_the_memory_of_activations(llama: Path) -> None:
     """Gemma 3n's configuration lists them."""
     config = EngineConfig(
         model=str(llama), device="cpu", fuse=False, block_size=16

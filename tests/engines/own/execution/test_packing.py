@@ -19,7 +19,7 @@ from tokenmill_worker.engines.own.plan import ScheduledSequence, StepPlan
         (7, (100,), 107),  # padded to a rectangle, 8 × 100 would be 693 more
     ],
 )
-def test_prompts_and_decodes_share_one_product_without_padding(
+def test_prompts_and_decodes_are_packed_in_one_row_without_padding(
     computed: int, prompts: tuple[int, ...], rows: int, llama: Path
 ) -> None:
     runner = load_model_runner(

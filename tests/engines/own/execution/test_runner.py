@@ -42,7 +42,7 @@ def whole_table(sequence: Sequence, num_blocks: int, first: int = 1) -> Sequence
     return sequence
 
 
-def test_a_step_may_be_launched_before_the_last_ones_tokens_are_known(llama: Path) -> None:
+def test_a_step_launched_before_the_last_step_is_read_gives_the_same_tokens(llama: Path) -> None:
     runner = load(llama)
     [wanted] = answer(runner, make_sequence("sync", [5, 6, 7], 3))
     sequence = whole_table(make_sequence("ahead", [5, 6, 7], 3), 4)
@@ -53,7 +53,7 @@ def test_a_step_may_be_launched_before_the_last_ones_tokens_are_known(llama: Pat
     assert runner.finish(second).token_ids == ((wanted[1],),)
 
 
-def test_a_token_in_flight_is_found_beside_other_sequences(llama: Path) -> None:
+def test_a_token_in_flight_is_read_for_its_own_sequence_among_others(llama: Path) -> None:
     """The rows of two steps differ: the newcomer comes first in the second step."""
     runner = load(llama)
     wanted = answer(runner, make_sequence("a", [9], 2), make_sequence("b", [5, 6, 7], 2))
@@ -69,7 +69,7 @@ def test_a_token_in_flight_is_found_beside_other_sequences(llama: Path) -> None:
     assert runner.finish(second).token_ids == ((wanted[0][0],), (wanted[1][1],))
 
 
-def test_a_token_that_is_nowhere_is_an_error_not_a_guess(llama: Path) -> None:
+def test_a_token_neither_on_the_host_nor_in_flight_is_an_error(llama: Path) -> None:
     runner = load(llama)
     sequence = whole_table(make_sequence("lost", [5, 6, 7], 3), 4)
     with pytest.raises(RuntimeError, match="a token of lost is neither on the host nor in flight"):
@@ -77,7 +77,7 @@ def test_a_token_that_is_nowhere_is_an_error_not_a_guess(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong_at", [0, 1, 2])
-def test_drafts_count_up_to_the_first_wrong_one(llama: Path, wrong_at: int) -> None:
+def test_drafts_are_accepted_up_to_the_first_wrong_one(llama: Path, wrong_at: int) -> None:
     runner = load(llama)
     [wanted] = answer(runner, make_sequence("plain", [5, 6, 7], 6))
     sequence = whole_table(make_sequence("drafted", [5, 6, 7], 6), 4)
@@ -152,7 +152,7 @@ def test_moved_blocks_keep_their_content(llama: Path) -> None:
     assert execute(runner, plan).token_ids == ((wanted[1],),)
 
 
-def test_rows_are_reused_and_grow_with_need(llama: Path) -> None:
+def test_rows_are_reused_and_grow_with_the_batch(llama: Path) -> None:
     runner = load(llama)
     sequences = [make_sequence(str(i), [5 + i, 6, 7], 3) for i in range(9)]
     together = answer(runner, *sequences)
@@ -162,7 +162,7 @@ def test_rows_are_reused_and_grow_with_need(llama: Path) -> None:
     ]
 
 
-def test_a_sequence_that_comes_back_elsewhere_is_read_from_its_new_blocks(llama: Path) -> None:
+def test_a_readmitted_sequence_is_read_from_its_new_blocks(llama: Path) -> None:
     """A preemption raises the epoch; its new blocks must not be mixed with the old ones."""
     runner = load(llama)
     [wanted] = answer(runner, make_sequence("still", range(3, 20), 2))
@@ -209,7 +209,7 @@ def test_a_context_that_the_memory_cannot_hold_is_refused_or_shortened(llama: Pa
         load(llama, num_blocks=None, max_memory_percent=1e-9)
 
 
-def test_a_setting_that_is_none_of_its_choices_is_named_with_them() -> None:
+def test_a_setting_outside_its_choices_is_refused_with_the_choices() -> None:
     with pytest.raises(EngineConfigError) as refused:
         EngineConfig(model="any", kv_dtype="int8", quantization="int2", preempt="all")  # type: ignore[arg-type]
     assert len(refused.value.problems) == 3

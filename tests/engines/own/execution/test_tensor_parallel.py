@@ -52,7 +52,7 @@ def generated_alone(path):
 
 
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
-def test_two_ranks_equal_one(model_path, mode):
+def test_two_ranks_give_the_tokens_of_one(model_path, mode):
     script = Path(__file__).with_name("tensor_parallel_ranks.py")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
@@ -73,7 +73,7 @@ def test_two_ranks_equal_one(model_path, mode):
     assert graphs == ([refused] if mode == "graphs" else [])
 
 
-def test_without_torchrun_the_error_names_it(model_path):
+def test_tensor_parallel_without_torchrun_is_refused_by_name(model_path):
     from ops.benchmarks.measure.collecting_engine import CollectingEngine
     from tokenmill_worker.engines.own import EngineConfig, EngineConfigError
 

@@ -41,7 +41,9 @@ def reports_of(engine: CollectingEngine) -> list[Report]:
 
 
 @pytest.mark.parametrize("num_blocks", [6, 300])
-def test_it_steps_before_it_is_ready_and_leaves_nothing(folder: Path, num_blocks: int) -> None:
+def test_an_engine_runs_steps_before_it_is_ready_and_keeps_no_blocks(
+    folder: Path, num_blocks: int
+) -> None:
     engine = engine_with(folder, {}, num_blocks=num_blocks)
     runner: Any = engine.runner
     steps: list[str] = []
@@ -64,7 +66,7 @@ def test_it_steps_before_it_is_ready_and_leaves_nothing(folder: Path, num_blocks
 
 
 @pytest.mark.parametrize("breaks", ["warm_up", "step"])
-def test_a_lost_device_that_cannot_be_closed_is_reported_once(
+def test_a_lost_device_whose_close_fails_is_reported_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
 ) -> None:
     engine = engine_with(folder, {})
@@ -93,7 +95,7 @@ def test_a_lost_device_that_cannot_be_closed_is_reported_once(
     assert "device lost" in reports[-1].message  # type: ignore[union-attr]
 
 
-def test_answers_are_those_of_an_engine_that_was_not_warmed_up(folder: Path) -> None:
+def test_a_warm_up_changes_no_answer(folder: Path) -> None:
     cold, warm = engine_with(folder, {}), engine_with(folder, {})
     reports_of(warm)
     assert (

@@ -125,7 +125,7 @@ def service() -> Iterable[Lens]:
 @pytest.mark.parametrize(
     "shape", [LLAMA, SMOLLM, GEMMA, MULTI_HEAD], ids=["llama", "smollm", "gemma", "multi-head"]
 )
-def test_no_build_is_left_for_the_service(
+def test_the_warm_up_makes_every_build_that_a_service_needs(
     shape: AttentionShape, element_size: int, window: Window | None
 ) -> None:
     needed = builds_of(service(), shape, window, element_size)
@@ -152,7 +152,7 @@ def prefix_builds_of(steps: Iterable[Lens], shape: AttentionShape) -> set[tuple[
 
 
 @pytest.mark.parametrize("shape", [LLAMA, SMOLLM, GEMMA, MULTI_HEAD])
-def test_no_build_of_a_common_prefix_is_left_for_the_service(shape: AttentionShape) -> None:
+def test_the_warm_up_makes_every_build_for_common_prefixes(shape: AttentionShape) -> None:
     service = (
         ((1, context),) * num_seqs
         for num_seqs in (8, 16, 32, 64, 100, 128, 200, MAX_SEQS)
@@ -166,7 +166,7 @@ def test_no_build_of_a_common_prefix_is_left_for_the_service(shape: AttentionSha
 
 
 @pytest.mark.parametrize(("max_num_seqs", "largest"), [(5, 8), (60, 64), (256, 256), (1000, 1024)])
-def test_the_largest_batch_is_captured_and_so_are_small_ones(
+def test_the_warm_up_captures_the_largest_and_small_batches(
     max_num_seqs: int, largest: int
 ) -> None:
     decodes = [
@@ -189,7 +189,7 @@ def test_the_largest_batch_is_captured_and_so_are_small_ones(
         assert shapes == {padded_shape(step, config, MAX_MODEL_LEN) for step in steps}
 
 
-def test_short_contexts_are_captured_where_places_are_few() -> None:
+def test_a_small_graph_cache_keeps_short_contexts_of_the_largest_and_of_small_batches() -> None:
     """The largest batch is among them; what is captured last is kept longest."""
     config = EngineConfig(model="none", cuda_graphs=True, max_num_seqs=60, max_cached_graphs=8)
     decodes = graph_sizes(config, MAX_MODEL_LEN).decodes
@@ -198,7 +198,7 @@ def test_short_contexts_are_captured_where_places_are_few() -> None:
 
 @pytest.mark.parametrize(("max_model_len", "count"), [(16_384, 52), (131_072, 91)])
 @pytest.mark.parametrize(("attention", "prefixed"), [("flash", 0), ("triton", 10)])
-def test_a_start_captures_few_graphs(
+def test_the_warm_up_captures_a_bounded_number_of_graphs(
     max_model_len: int, count: int, attention: AttentionName, prefixed: int
 ) -> None:
     """Decodes with a common prefix have one for each batch of at least 8."""
@@ -218,7 +218,7 @@ def test_each_decode_is_captured_with_an_adapter_too() -> None:
     assert recorder.adapted >= set(decodes)
 
 
-def test_slow_captures_do_not_delay_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_stops_capturing_after_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The log shows the kernels' seconds and how many graphs there were to capture."""
     recorder: Any = Recorder(cuda_graphs=True)
     reports: list[str] = []
@@ -242,7 +242,7 @@ def step_of(lens: Lens) -> StepInputs:
 @pytest.mark.parametrize(
     "changes", [{}, {"max_num_seqs": 1, "num_blocks": 8}, {"max_num_batched_tokens": 16}]
 )
-def test_a_runner_takes_these_steps(
+def test_a_runner_executes_the_steps_of_the_warm_up(
     folder_of: Callable[[str], Path], changes: dict[str, Any]
 ) -> None:
     runner: Any = engine_with(folder_of("llama"), {}, **changes).runner

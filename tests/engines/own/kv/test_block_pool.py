@@ -13,7 +13,7 @@ def taken(pool: BlockPool, count: int) -> list[int]:
     return [pool.allocate() for _ in range(count)]
 
 
-def test_block_zero_is_never_handed_out() -> None:
+def test_block_zero_is_never_allocated() -> None:
     pool = BlockPool(4)
     assert taken(pool, 3) == [1, 2, 3]
     assert pool.num_free == 0
@@ -21,7 +21,7 @@ def test_block_zero_is_never_handed_out() -> None:
         pool.allocate()
 
 
-def test_unhashed_blocks_are_taken_again_first_and_hashed_ones_by_age() -> None:
+def test_unhashed_blocks_are_reused_first_and_hashed_blocks_by_age() -> None:
     pool = BlockPool(6)
     taken(pool, 5)
     for block in (1, 2, 3):
@@ -32,7 +32,7 @@ def test_unhashed_blocks_are_taken_again_first_and_hashed_ones_by_age() -> None:
     assert pool.num_free_cached == 3
 
 
-def test_a_hit_takes_a_block_out_of_the_middle() -> None:
+def test_a_hit_removes_a_block_from_the_middle_of_the_free_list() -> None:
     pool = BlockPool(6)
     taken(pool, 5)
     for block in range(1, 6):
@@ -59,7 +59,7 @@ def test_an_evicted_block_loses_its_hash_and_is_reported() -> None:
     assert pool.evicted == 1
 
 
-def test_the_first_block_of_a_content_keeps_the_hash() -> None:
+def test_the_first_of_two_blocks_with_equal_content_keeps_the_hash() -> None:
     pool = BlockPool(4)
     first, second = taken(pool, 2)
     pool.commit_hash(first, b"same")
@@ -69,7 +69,7 @@ def test_the_first_block_of_a_content_keeps_the_hash() -> None:
     assert free_blocks(pool)[0] == second, "an unregistered copy is worth nothing"
 
 
-def test_a_fenced_block_is_forgotten_when_its_owner_lets_go() -> None:
+def test_a_reserved_hash_is_dropped_if_its_block_is_released() -> None:
     pool = BlockPool(4)
     block = pool.allocate()
     pool.reserve_hash(block, b"soon", OWNER)
@@ -79,7 +79,7 @@ def test_a_fenced_block_is_forgotten_when_its_owner_lets_go() -> None:
     assert pool.reserved == {}
 
 
-def test_publishing_lifts_the_fence() -> None:
+def test_a_committed_hash_stays_cached_after_release() -> None:
     pool = BlockPool(4)
     block = pool.allocate()
     pool.reserve_hash(block, b"soon", OWNER)
@@ -89,7 +89,7 @@ def test_publishing_lifts_the_fence() -> None:
     assert pool.num_free_cached == 1
 
 
-def test_forget_all_keeps_what_is_held_and_makes_the_rest_plain() -> None:
+def test_forget_all_keeps_held_blocks_and_drops_every_hash() -> None:
     pool = BlockPool(5)
     held, free, reserved = taken(pool, 3)
     pool.commit_hash(held, b"held")
@@ -102,7 +102,7 @@ def test_forget_all_keeps_what_is_held_and_makes_the_rest_plain() -> None:
     assert pool.refs[held] == 1
 
 
-def test_releasing_too_often_is_an_error() -> None:
+def test_releasing_a_free_block_is_an_error() -> None:
     pool = BlockPool(3)
     block = pool.allocate()
     pool.release(block)

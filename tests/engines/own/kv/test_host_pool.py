@@ -19,7 +19,7 @@ def test_a_preempted_sequence_displaces_cached_blocks_oldest_first() -> None:
     check_host_pool(pool)
 
 
-def test_use_makes_a_block_young() -> None:
+def test_a_used_host_block_is_evicted_last() -> None:
     pool = HostPool(2)
     a, b = pool.keep(b"a"), pool.keep(b"b")
     assert a is not None
@@ -32,7 +32,7 @@ def test_use_makes_a_block_young() -> None:
     assert (b"a" in pool, b"c" in pool) == (True, False)
 
 
-def test_a_pinned_block_stays() -> None:
+def test_a_pinned_host_block_is_not_evicted() -> None:
     pool = HostPool(1)
     block = pool.keep(b"a")
     assert block is not None
@@ -45,7 +45,7 @@ def test_a_pinned_block_stays() -> None:
     assert pool.take() == block
 
 
-def test_what_is_forgotten_or_given_back_is_free() -> None:
+def test_forgotten_and_returned_host_blocks_are_free() -> None:
     pool = HostPool(3)
     pool.keep(b"a")
     held = pool.take()

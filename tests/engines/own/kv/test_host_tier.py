@@ -5,7 +5,7 @@ from tokenmill_worker.engines.own.kv.block_pool import BlockPool
 from tokenmill_worker.engines.own.kv.host_tier import HostTier, StepCopies
 
 
-def test_a_commit_leaves_the_reservation_of_a_blocks_next_owner() -> None:
+def test_a_commit_does_not_touch_the_reservation_of_a_block_s_next_owner() -> None:
     """The first owner ended while the step was in flight, and its block was allocated again."""
     pool, first, second = BlockPool(2), make_sequence("a", [1]), make_sequence("b", [2])
     block = pool.allocate()

@@ -41,7 +41,7 @@ def test_a_prompt_gets_all_its_blocks_at_once() -> None:
     assert (kv.pool.num_free, len(kv.pool.reserved)) == (16, 2)
 
 
-def test_all_groups_or_none() -> None:
+def test_blocks_are_allocated_in_all_groups_or_in_none() -> None:
     kv = manager(4, windows=(None, None))
     sequence = make_sequence("a", list(range(16)))
     assert not kv.allocate(sequence, kv.find(sequence), None), "3 of 4 blocks in each group"
@@ -55,7 +55,7 @@ def test_all_groups_or_none() -> None:
     assert kv.reach(small, 9) == 8
 
 
-def test_a_group_with_little_per_token_keeps_more_tokens_in_a_block() -> None:
+def test_a_group_with_fewer_bytes_per_token_holds_more_tokens_in_a_block() -> None:
     kv = manager(windows=(None, 6), kernel_blocks=(3, 1))
     sequence = admitted(kv, "a", 25)
     assert [len(table) for table in sequence.block_tables] == [3, 5]  # of 12 and of 4 tokens
@@ -75,7 +75,7 @@ def test_a_group_with_little_per_token_keeps_more_tokens_in_a_block() -> None:
     assert kv.reach(again, 1000) == 28 + 4 * (kv.pool.num_free - kv.pool.num_free // 4)
 
 
-def test_groups_lend_each_other_blocks() -> None:
+def test_groups_share_one_pool_of_blocks() -> None:
     """A long sequence takes what short ones would hold in the sliding group."""
     kv = manager(20, windows=(None, 6))
     long = admitted(kv, "a", 120)
@@ -84,7 +84,7 @@ def test_groups_lend_each_other_blocks() -> None:
     assert kv.max_tokens_alone(1000) == 4 * (2 * 19 - 5)
 
 
-def test_findable_blocks_count_as_free_but_not_twice() -> None:
+def test_cached_blocks_count_as_free_once() -> None:
     """4 usable blocks: two of them are the hit itself, so five blocks do not fit and four do."""
     kv = manager(5)
     first = admitted(kv, "a", 8)
@@ -99,7 +99,7 @@ def test_findable_blocks_count_as_free_but_not_twice() -> None:
         assert kv.pool.num_free == (4 if not fits else 0)
 
 
-def test_the_safety_margin_and_headroom_are_spared() -> None:
+def test_an_allocation_leaves_the_safety_margin_and_headroom_free() -> None:
     kv = manager(11, margin=0.2)
     sequence = make_sequence("a", list(range(33)))
     assert not kv.allocate(sequence, kv.find(sequence), 0), "9 of 10 would leave 1, the margin is 2"
@@ -107,7 +107,7 @@ def test_the_safety_margin_and_headroom_are_spared() -> None:
     assert kv.allocate(sequence, kv.find(sequence), None)
 
 
-def test_blocks_leave_a_window_as_it_moves() -> None:
+def test_blocks_behind_a_moving_window_are_freed() -> None:
     kv = manager(windows=(None, 6))
     sequence = admitted(kv, "a", 24)
     full, sliding = sequence.block_tables
@@ -124,7 +124,7 @@ def test_blocks_leave_a_window_as_it_moves() -> None:
     assert len(kv.pool.cached) == 12, "freed and still findable"
 
 
-def test_blocks_of_a_chunk_are_freed_when_the_next_begins() -> None:
+def test_blocks_of_a_chunk_are_freed_at_the_next_chunk() -> None:
     kv = manager(windows=(None, Window(8, is_chunked=True)))
     sequence = admitted(kv, "a", 25)
     full, chunked = sequence.block_tables
@@ -143,7 +143,7 @@ def test_blocks_of_a_chunk_are_freed_when_the_next_begins() -> None:
     assert [bool(block) for block in again.block_tables[1]] == [False] * 4 + [True] * 2
 
 
-def test_a_sliding_group_takes_only_what_one_step_can_reach() -> None:
+def test_a_sliding_group_allocates_only_blocks_that_a_step_can_reach() -> None:
     kv = manager(40, windows=(6,))
     sequence = admitted(kv, "a", 100)
     assert len(sequence.block_tables[0]) == -(-(6 - 1 + 8) // 4) + 1
@@ -181,7 +181,7 @@ def test_an_identical_prompt_computes_its_last_block() -> None:
 
 
 @pytest.mark.parametrize("window", [5, 6, 7, 8, 9])
-def test_a_hit_never_takes_a_block_that_is_not_filled_yet(window: int) -> None:
+def test_a_hit_never_contains_a_block_that_is_not_filled(window: int) -> None:
     """The first 8 of 12 cached tokens are a hit once they are filled, for every window size."""
     kv = manager(windows=(window,))
     first = admitted(kv, "a", 12)
@@ -192,7 +192,7 @@ def test_a_hit_never_takes_a_block_that_is_not_filled_yet(window: int) -> None:
         kv.advance(first, committed)
 
 
-def test_a_block_is_pending_until_its_step_is_committed_or_stalls() -> None:
+def test_a_block_is_pending_until_its_owner_commits_or_skips_a_step() -> None:
     kv = manager()
     first = admitted(kv, "a", 12)
     first.last_step = kv.oldest_step
@@ -224,7 +224,7 @@ def test_the_last_blocks_of_a_prefix_are_evicted_first() -> None:
     assert [kv.pool.allocate() for _ in range(4)] == [4, 3, 2, 1]
 
 
-def test_what_a_step_in_flight_may_write_is_freed_after_it() -> None:
+def test_blocks_that_a_step_in_flight_may_write_are_freed_after_the_step() -> None:
     kv = manager()
     sequence = admitted(kv, "a", 10)
     kv.advance(sequence, 4)
@@ -237,7 +237,7 @@ def test_what_a_step_in_flight_may_write_is_freed_after_it() -> None:
     assert kv.pool.num_free == 19
 
 
-def test_offload_and_restore_copy_what_is_visible() -> None:
+def test_offload_and_restore_copy_only_visible_blocks() -> None:
     kv = manager(windows=(None, 6), host=12)
     sequence = admitted(kv, "a", 18)
     kv.advance(sequence, 18)
@@ -271,7 +271,7 @@ def test_a_reset_forgets_the_blocks_of_device_and_host() -> None:
     assert not any(content in host for content in evicted)
 
 
-def test_restore_shares_what_the_device_still_has() -> None:
+def test_restore_shares_blocks_that_the_device_still_has() -> None:
     kv = manager(host=12)
     sequence = admitted(kv, "a", 18)
     kv.advance(sequence, 18)
@@ -281,7 +281,7 @@ def test_restore_shares_what_the_device_still_has() -> None:
     assert len(kv.tier.take_copies().swap_in) == 1, "only the partial block has no hash"
 
 
-def test_full_blocks_that_came_back_can_be_shared_after_the_step() -> None:
+def test_restored_full_blocks_can_be_shared_after_the_step() -> None:
     kv = manager(host=8)
     sequence = admitted(kv, "a", 9)
     kv.advance(sequence, 8)
@@ -293,7 +293,7 @@ def test_full_blocks_that_came_back_can_be_shared_after_the_step() -> None:
     assert kv.pool.reserved == {}
 
 
-def test_a_block_from_the_host_takes_no_cached_block_of_another_group() -> None:
+def test_a_restored_block_evicts_no_cached_block_of_another_group() -> None:
     """The second group's cached block is the next to be evicted."""
     kv = manager(3, windows=(None, None), host=1)
     sequence = make_sequence("a", list(range(8)))
@@ -308,7 +308,7 @@ def test_a_block_from_the_host_takes_no_cached_block_of_another_group() -> None:
     assert sequence.block_tables[1][0] == blocks[0] != sequence.block_tables[0][0]
 
 
-def test_no_host_no_offload() -> None:
+def test_an_offload_that_does_not_fit_the_host_pool_is_refused() -> None:
     kv = manager(host=2)
     sequence = admitted(kv, "a", 18)
     kv.advance(sequence, 18)

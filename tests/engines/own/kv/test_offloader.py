@@ -35,7 +35,7 @@ def held(tensor: torch.Tensor) -> list[float]:
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("max_staging", [1, 1 << 20])
-def test_blocks_move_whole(device: str, max_staging: int) -> None:
+def test_moved_blocks_keep_all_their_bytes(device: str, max_staging: int) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     pool, host = make_pool(8, device), make_pool(8, "cpu")
@@ -84,7 +84,7 @@ def test_blocks_of_a_large_pool_move(device: str, dtype: torch.dtype) -> None:
     ]
 
 
-def test_one_step_moves_out_before_in() -> None:
+def test_a_step_copies_blocks_out_before_in() -> None:
     pool, host = make_pool(4, "cpu"), make_pool(4, "cpu")
     plan = StepPlan(0, (), swap_out=(BlockCopy(1, 3),), swap_in=(BlockCopy(3, 2),))
     Offloader(pool, host).run(plan)
@@ -123,7 +123,7 @@ def test_runs_of_consecutive_blocks(ids: list[int], expected: list[tuple[int, in
     assert list(runs(ids)) == expected
 
 
-def test_large_moves_are_few_operations() -> None:
+def test_large_moves_take_few_operations() -> None:
     """One gather and one scatter per direction, however many blocks."""
     pool, host = make_pool(100, "cpu"), make_pool(100, "cpu")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -135,7 +135,7 @@ def test_large_moves_are_few_operations() -> None:
     assert names.count("aten::index_copy_") == 1
 
 
-def test_moves_are_put_in_the_hosts_order() -> None:
+def test_moves_are_sorted_by_host_block() -> None:
     """Blocks that lie side by side there travel in one copy, in whatever order they were given."""
     pool, host = make_pool(8, "cpu"), make_pool(8, "cpu")
     mover = Offloader(pool, host)

@@ -31,14 +31,14 @@ def test_only_full_blocks_have_hashes_of_256_bits() -> None:
     assert [len(one) for one in found] == [32, 32]
 
 
-def test_a_hash_covers_everything_before_it() -> None:
+def test_a_block_s_hash_covers_all_tokens_before_it() -> None:
     first, second = hashes([1, 2, 3, 4, 5, 6, 7, 8]), hashes([9, 2, 3, 4, 5, 6, 7, 8])
     assert first[0] != second[0]
     assert first[1] != second[1]
     assert first[:1] == hashes([1, 2, 3, 4])
 
 
-def test_tenant_model_and_generation_part_the_caches() -> None:
+def test_different_tenants_models_and_generations_share_no_hash() -> None:
     tokens = [1, 2, 3, 4]
     variants = [
         hashes(tokens),
@@ -64,18 +64,18 @@ def test_equal_ids_that_stand_for_other_pictures_share_no_block_from_the_picture
     assert (two[:3], two[3] == one[3]) == (one[:3], False)
 
 
-def test_one_extra_key_cannot_pass_for_another() -> None:
+def test_different_extra_keys_have_different_root_hashes() -> None:
     assert root_hash("ab", 0, "c") != root_hash("a", 0, "bc")
     assert root_hash("m", 1, "") != root_hash("m", 0, "1")
     assert root_hash("m", 0, "generation") != root_hash("m", 0, "")
 
 
-def test_token_ids_are_not_run_together() -> None:
+def test_token_ids_that_could_be_confused_as_bytes_have_different_hashes() -> None:
     assert hashes([1, 256, 0, 0]) != hashes([1, 0, 1, 0])
     assert hashes([1, 2**40, 3, 4]) != hashes([1, 2, 3, 4])
 
 
-def test_growing_hashes_only_what_is_new() -> None:
+def test_a_grown_sequence_hashes_only_its_new_blocks() -> None:
     hasher = BlockHasher(2, "m")
     sequence = make_sequence("r", [1, 2, 3])
     first = list(hasher.extend(sequence))
@@ -160,7 +160,7 @@ def test_a_prefix_of_a_recurrent_model_ends_where_states_are_kept(
 
 
 @pytest.mark.parametrize(("pending", "expected"), [(b"a", None), (b"b", b"b")])
-def test_only_a_block_that_the_next_query_sees_can_be_awaited(
+def test_only_a_pending_block_that_the_next_query_sees_is_awaited(
     pending: bytes, expected: bytes | None
 ) -> None:
     keys, windows = [[b"a", b"b"]], list[Window | None]([Window(16)])

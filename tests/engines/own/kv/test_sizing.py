@@ -75,7 +75,7 @@ def test_the_least_pool_holds_a_sequence_of_the_models_length(
         solve(shape, least - 1)
 
 
-def test_a_sliding_group_needs_only_what_a_step_attends_to() -> None:
+def test_a_sliding_group_is_sized_by_what_a_step_attends_to() -> None:
     shape = make_shape(FULL, SLIDING, max_model_len=16_384)
     full, sliding = shape.groups
     size = 16 * full.kernel_blocks
@@ -106,7 +106,7 @@ def test_blocks_of_all_groups_have_nearly_the_same_bytes(
         assert 7 / 8 * block <= 16 * group.kernel_blocks * group.token_size <= block
 
 
-def test_too_little_memory_names_what_would_fit() -> None:
+def test_too_little_memory_is_an_error_with_the_length_that_fits() -> None:
     shape = make_shape(FULL)
     one_block = shape.block_bytes
     with pytest.raises(DoesNotFitError) as caught:
@@ -126,7 +126,7 @@ def test_too_little_memory_names_what_would_fit() -> None:
         (32, 8, 4096, 512 << 20),
     ],
 )
-def test_a_cached_token_takes_the_bytes_that_the_articles_count(
+def test_a_cached_token_takes_the_bytes_named_in_the_documents(
     num_layers: int, num_kv_heads: int, length: int, num_bytes: int
 ) -> None:
     group = LayerGroup(tuple(range(num_layers)), num_kv_heads, 128)

@@ -21,7 +21,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_pool_takes_its_memory_when_it_is_touched() -> None:
+def test_a_pool_takes_its_memory_when_touched() -> None:
     group = LayerGroup(layers=(0, 1), num_kv_heads=4, head_dim=64, window=None)
     before = resident_bytes()
     pool = KVCachePool.allocate([group], 4096, 16, ReferenceAttention(), torch.float32, CpuDevice())

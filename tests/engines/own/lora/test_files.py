@@ -29,7 +29,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_scaling_is_pefts_own(llama: Path, tmp_path: Path, rslora: bool) -> None:
+def test_scaling_equals_peft_s(llama: Path, tmp_path: Path, rslora: bool) -> None:
     from peft import PeftModel
 
     patterns: dict[str, Any] = {
@@ -61,7 +61,7 @@ def test_scaling_is_pefts_own(llama: Path, tmp_path: Path, rslora: bool) -> None
         ({"trainable_token_indices": [1, 2]}, "trained token embeddings"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(
+def test_unsupported_adapter_options_are_refused_by_name(
     llama: Path, tmp_path: Path, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(AdapterError, match=words):
@@ -77,7 +77,7 @@ def test_what_is_not_supported_is_refused_by_name(
         ({"lora_alpha": "much"}, "'much', which is no number"),
     ],
 )
-def test_configurations_that_cannot_be_meant(
+def test_invalid_adapter_configurations_are_refused(
     adapter: Path, changes: dict[str, Any], words: str
 ) -> None:
     change_config(adapter, **changes)
@@ -93,7 +93,7 @@ def test_values_that_are_not_finite_are_refused(adapter: Path) -> None:
         read_adapter(adapter)
 
 
-def test_files_that_are_not_there_or_not_readable(adapter: Path, tmp_path: Path) -> None:
+def test_missing_and_unreadable_adapter_files_are_refused(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="there is no folder"):
         read_adapter(tmp_path / "none")
     (adapter / WEIGHTS).write_bytes(b"\x08not safetensors")
@@ -111,7 +111,7 @@ def test_files_that_are_not_there_or_not_readable(adapter: Path, tmp_path: Path)
         (["c_attn"], "this model has no such layer 'c_attn'"),
     ],
 )
-def test_layers_that_the_model_cannot_have_adapted(
+def test_adapters_of_layers_that_the_model_lacks_are_refused(
     llama: Path, tmp_path: Path, targets: list[str], words: str
 ) -> None:
     base = llama if targets == ["embed_tokens"] else tiny_models.save("gpt2", tmp_path / "gpt2")
@@ -123,7 +123,9 @@ def test_layers_that_the_model_cannot_have_adapted(
     assert words in problems[0]
 
 
-def test_an_adapter_of_a_larger_model(llama: Path, adapter: Path) -> None:
+def test_an_adapter_of_a_larger_model_is_refused_with_both_shapes(
+    llama: Path, adapter: Path
+) -> None:
     tensors = {
         name: torch.cat([t, t], dim=int("lora_A" in name))
         for name, t in load_file(adapter / WEIGHTS).items()

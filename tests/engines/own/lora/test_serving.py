@@ -43,7 +43,7 @@ def cached(engine: CollectingEngine, lora: str) -> int:
     return engine.generate_batch([PROMPT], greedy(2, lora))[0].num_cached_tokens
 
 
-def test_an_unknown_adapter_is_refused_at_the_door(llama: Path, four: dict[str, Path]) -> None:
+def test_a_request_for_an_unknown_adapter_is_refused(llama: Path, four: dict[str, Path]) -> None:
     refusal = pytest.raises(RequestError, match="adapter 'poet' is not served here; there are a, b")
     with engine_with(llama, {"a": four["a"], "b": four["b"]}) as engine, refusal:
         engine.generate_batch([PROMPT], greedy(4, "poet"))
@@ -57,7 +57,7 @@ def test_an_unknown_adapter_is_refused_at_the_door(llama: Path, four: dict[str, 
     assert event.error == "adapter 'a' is not served here; there are none"
 
 
-def test_bad_adapters_end_the_start_all_at_once(
+def test_all_bad_adapters_are_reported_together_at_the_start(
     llama: Path, tmp_path: Path, four: dict[str, Path]
 ) -> None:
     with pytest.raises(EngineConfigError) as refusal:
@@ -82,7 +82,7 @@ def test_prefixes_are_shared_within_an_adapter_only(llama: Path, four: dict[str,
         ]
 
 
-def test_a_replaced_adapter_is_a_new_version(
+def test_a_replaced_adapter_does_not_hit_the_old_version_s_cache(
     llama: Path, four: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "mine"
@@ -100,7 +100,7 @@ def test_a_replaced_adapter_is_a_new_version(
         assert ask(engine, "b") == second
 
 
-def test_more_adapters_than_slots(llama: Path, four: dict[str, Path]) -> None:
+def test_more_adapters_than_slots_give_the_same_answers(llama: Path, four: dict[str, Path]) -> None:
     with engine_with(llama, four) as engine:
         wanted = {name: ask(engine, name) for name in four}
     assert len(set(wanted.values())) == 4
@@ -116,7 +116,7 @@ def test_more_adapters_than_slots(llama: Path, four: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, FUSED])
-def test_plain_steps_run_the_model_as_it_was(
+def test_steps_without_adapters_leave_the_model_unchanged(
     llama: Path, four: dict[str, Path], settings: dict[str, object]
 ) -> None:
     with engine_with(llama, four, **settings) as engine:
@@ -151,7 +151,7 @@ def test_quantised_weights_take_adapters_too(
         assert {name: ask(engine, name) for name in answers} == answers
 
 
-def test_steps_with_adapters_pass_the_graphs_by(llama: Path, four: dict[str, Path]) -> None:
+def test_steps_with_adapters_run_without_graphs(llama: Path, four: dict[str, Path]) -> None:
     def capture(run: Any) -> CapturedGraph:
         output = run().clone()
 
@@ -188,7 +188,7 @@ def test_a_step_holds_at_most_max_loras_and_no_request_starves(is_async: bool) -
     assert len(loop.ends) == 40
 
 
-def test_the_settings_of_adapters_are_checked() -> None:
+def test_wrong_adapter_settings_are_refused() -> None:
     config = EngineConfig(model="m", adapters=" a = /x , b=/y,")
     assert config.adapter_folders == {"a": "/x", "b": "/y"}
     for wrong, words in (
@@ -206,7 +206,7 @@ def test_the_settings_of_adapters_are_checked() -> None:
         EngineConfig(model="m", max_cached_loras=3)
 
 
-def test_rows_of_another_number_are_an_error_not_a_guess() -> None:
+def test_a_wrong_number_of_rows_at_a_layer_is_an_error() -> None:
     plan = StepPlan(0, (ScheduledSequence(make_sequence("r", [1] * 8), 0, 5, samples=False),))
     batch = AdapterBatch.of(plan, {}, torch.device("cpu"), head="lm_head")
     with pytest.raises(RuntimeError, match="sees 3 rows of the step's 5"):

@@ -29,7 +29,7 @@ def added(slots: AdapterSlots, x: Tensor, slot_of_row: list[int]) -> Tensor:
     return y
 
 
-def test_each_row_gets_its_adapter_and_others_stay() -> None:
+def test_each_row_gets_its_own_adapter_and_rows_without_one_are_unchanged() -> None:
     small, large = adapter("small", 2), adapter("large", 4)
     slots = slots_for(small, large)
     at = slots.place({"small": small, "large": large})
@@ -42,7 +42,7 @@ def test_each_row_gets_its_adapter_and_others_stay() -> None:
     assert not found[1].any()
 
 
-def test_an_adapter_takes_the_slot_not_used_for_longest_and_leaves_nothing_in_it() -> None:
+def test_an_adapter_replaces_the_least_recently_used_one_in_its_slot() -> None:
     first, second, third = adapter("first", 4), adapter("second", 4), adapter("third", 1)
     slots = AdapterSlots(first.sites, 2)
     before = slots.place({"first": first, "second": second})
@@ -55,7 +55,7 @@ def test_an_adapter_takes_the_slot_not_used_for_longest_and_leaves_nothing_in_it
     torch.testing.assert_close(found, x @ factors.a.T @ factors.b.T)
 
 
-def test_what_does_not_fit_has_no_slots() -> None:
+def test_adapters_that_do_not_fit_get_no_slots() -> None:
     known = adapter("known", 2)
     slots = slots_for(known, count=1)
     assert slots.place({"larger": adapter("larger", 3)}) is None
@@ -64,7 +64,7 @@ def test_what_does_not_fit_has_no_slots() -> None:
     assert slots.place({"known": known}) == {"known": 0}
 
 
-def test_a_row_does_not_see_the_overflow_of_another_rows_adapter() -> None:
+def test_an_overflowing_adapter_does_not_affect_other_rows() -> None:
     calm, wild = adapter("calm", 2), adapter("wild", 2)
     wild.sites["one"].a.fill_(3e38)
     slots = slots_for(calm)
@@ -76,7 +76,7 @@ def test_a_row_does_not_see_the_overflow_of_another_rows_adapter() -> None:
     assert not found[2].any()
 
 
-def test_the_head_sees_the_sampled_rows() -> None:
+def test_an_adapted_head_gets_the_sampled_rows() -> None:
     one = adapter("one", 2, site="head")
     slots = slots_for(one)
     at = slots.place({"one": one})

@@ -102,7 +102,7 @@ def test_the_expected_answers_differ_by_adapter(family: str, cases: Callable[[st
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("family", TARGETS)
-def test_a_mixed_batch_answers_as_peft_does(
+def test_a_batch_of_several_adapters_answers_as_peft_does(
     family: str, path: str, cases: Callable[[str], Case]
 ) -> None:
     folder, adapters, wanted = cases(family)
@@ -114,7 +114,7 @@ def test_a_mixed_batch_answers_as_peft_does(
 
 @pytest.mark.parametrize("seed", slow_unless({0, 1}, range(4)))
 @pytest.mark.parametrize("path", PATHS)
-def test_any_schedule_gives_the_same_tokens(
+def test_any_schedule_gives_peft_s_tokens(
     path: str, seed: int, cases: Callable[[str], Case]
 ) -> None:
     draw = random.Random(seed)
@@ -140,7 +140,7 @@ def test_any_schedule_gives_the_same_tokens(
     assert stats.failed_steps == 0
 
 
-def test_steps_launched_ahead_give_the_same_tokens(cases: Callable[[str], Case]) -> None:
+def test_steps_launched_ahead_give_peft_s_tokens(cases: Callable[[str], Case]) -> None:
     folder, adapters, wanted = cases("llama")
     with engine_with(folder, adapters, async_batching=True, max_num_batched_tokens=32) as engine:
         assert engine.runner.info.is_asynchronous
@@ -148,7 +148,7 @@ def test_steps_launched_ahead_give_the_same_tokens(cases: Callable[[str], Case])
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_an_adapted_head_scores_the_prompt_too(path: str, cases: Callable[[str], Case]) -> None:
+def test_an_adapted_head_scores_the_prompt(path: str, cases: Callable[[str], Case]) -> None:
     """Rows of scored prompt tokens reach the head before the sampled row of their sequence."""
     folder, adapters, wanted = cases("llama")
     chosen = wanted[1:3]

@@ -79,7 +79,7 @@ def answers(folder: Path) -> list[tuple[int, ...]]:
     return [tuple(one.token_ids) for one in engine.generate_batch([(5, 9, 20), (7, 8)], params)]
 
 
-def test_weights_of_8_bits_with_scales_by_block_answer_as_what_they_stand_for(
+def test_block_scaled_8_bit_weights_answer_as_their_decoded_weights(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source = folder_of("llama")
@@ -105,7 +105,7 @@ def refusal(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("method", LACKING)
-def test_a_method_whose_package_is_missing_is_refused(
+def test_a_quantization_method_whose_package_is_missing_is_refused(
     method: str, folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     package, more = LACKING[method]
@@ -125,7 +125,7 @@ def test_a_method_whose_package_is_missing_is_refused(
         ({"bits": 4}, "no quant_method"),
     ],
 )
-def test_a_method_that_transformers_skips_is_refused(
+def test_a_quantization_method_that_transformers_skips_is_refused(
     quantization: dict[str, Any], named: str, folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Transformers would read such weights as plain ones, with a warning."""

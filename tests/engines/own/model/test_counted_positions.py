@@ -38,7 +38,7 @@ def config(folder: Path) -> EngineConfig:
     return EngineConfig(model=str(folder), dtype="float32", device="cpu", fuse=False)
 
 
-def test_the_text_part_of_llama4_is_served(tmp_path: Path) -> None:
+def test_the_text_part_of_llama_4_gives_its_own_logits(tmp_path: Path) -> None:
     """Its steps give the logits of its own pass: prompts cross chunks and steps of the scale."""
     whole = saved(tmp_path)
     loaded = load_model(tmp_path, config(tmp_path), CpuDevice())
@@ -48,7 +48,7 @@ def test_the_text_part_of_llama4_is_served(tmp_path: Path) -> None:
     assert torch.equal(loaded.model.get_parameter(name), whole.language_model.get_parameter(name))
 
 
-def test_positions_that_a_layer_counts_itself_would_be_wrong(
+def test_without_adapted_positions_llama_4_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path)

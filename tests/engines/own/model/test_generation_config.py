@@ -27,7 +27,7 @@ def write(folder: Path, content: object) -> Path:
     return folder
 
 
-def test_the_models_file_gives_what_it_states_and_nothing_else(tmp_path: Path) -> None:
+def test_the_model_s_file_sets_only_the_defaults_that_it_states(tmp_path: Path) -> None:
     found = read_defaults("model", write(tmp_path, QWEN))
     assert found.params == SamplingParams(
         repetition_penalty=1.05, temperature=0.7, top_k=20, top_p=0.8
@@ -35,7 +35,7 @@ def test_the_models_file_gives_what_it_states_and_nothing_else(tmp_path: Path) -
     assert found.eos_token_ids == frozenset({151645, 151643})
 
 
-def test_a_limit_and_a_lone_end_token(tmp_path: Path) -> None:
+def test_a_length_limit_and_a_single_end_token_are_read(tmp_path: Path) -> None:
     found = read_defaults(
         "model", write(tmp_path, {"max_new_tokens": 7, "min_p": 0.1, "eos_token_id": 2})
     )
@@ -59,12 +59,14 @@ def test_a_model_without_the_file_has_no_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["none", None])
-def test_none_keeps_only_the_end_tokens(tmp_path: Path, setting: str | None) -> None:
+def test_generation_config_none_keeps_only_the_end_tokens(
+    tmp_path: Path, setting: str | None
+) -> None:
     found = read_defaults(setting, write(tmp_path, QWEN | {"temperature": "warm"}))
     assert (found.params, found.eos_token_ids) == (SamplingParams(), frozenset({151645, 151643}))
 
 
-def test_another_file_or_its_folder_stands_in_for_the_models(tmp_path: Path) -> None:
+def test_another_file_or_folder_replaces_the_model_s_file(tmp_path: Path) -> None:
     model = write(tmp_path / "model", {"temperature": 0.1, "eos_token_id": 5})
     other = write(tmp_path / "other", {"temperature": 0.9})
     for setting in (other, other / FILE):
@@ -96,7 +98,7 @@ def test_a_bad_file_is_refused_in_one_sentence(tmp_path: Path, content: object, 
     assert caught.value.problems == [f"{tmp_path / FILE} cannot be used: {says}"]
 
 
-def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+def test_a_missing_generation_config_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineConfigError, match="generation_config must be model, none, or"):
         read_defaults(str(tmp_path / "nowhere"), tmp_path)
     with pytest.raises(EngineConfigError, match="generation_config must be model, none, or"):
@@ -127,7 +129,7 @@ def answer(engine: CollectingEngine, **params: object) -> tuple[int, ...]:
     return engine.generate_batch([PROMPT], base)[0].token_ids
 
 
-def test_defaults_hold_where_a_request_names_nothing(folder: Path) -> None:
+def test_defaults_apply_to_parameters_that_a_request_does_not_set(folder: Path) -> None:
     (folder / FILE).write_text(
         json.dumps(
             {"temperature": 0.4, "top_k": 7, "repetition_penalty": 1.9, "max_new_tokens": 24}
@@ -143,7 +145,7 @@ def test_defaults_hold_where_a_request_names_nothing(folder: Path) -> None:
         assert len({answer(engine), answer(engine, top_k=0), answer(engine, **neutral)}) == 3
 
 
-def test_a_default_limit_never_refuses_a_request(folder: Path) -> None:
+def test_a_default_max_tokens_never_refuses_a_request(folder: Path) -> None:
     (folder / FILE).write_text(json.dumps({"max_new_tokens": 100_000, "temperature": 0.0}))
     with engine_of(folder) as engine:
         length = engine.runner.info.max_model_len
@@ -152,7 +154,7 @@ def test_a_default_limit_never_refuses_a_request(folder: Path) -> None:
         assert len(output.token_ids) == 4
 
 
-def test_the_answer_is_that_of_transformers_with_the_same_file(folder: Path) -> None:
+def test_the_model_s_file_gives_the_answer_of_transformers(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     (folder / FILE).write_text(

@@ -80,7 +80,7 @@ def test_scales_of_the_checkpoint_bring_each_number_into_range(
     assert abs(calculated - exact) < 0.05
 
 
-def test_prompts_and_decodes_read_what_was_stored_with_scales(
+def test_scaled_8_bit_keys_and_values_give_the_same_answers(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source = folder_of("llama")
@@ -108,7 +108,7 @@ def test_prompts_and_decodes_read_what_was_stored_with_scales(
         (("attn.v_scale", "mlp.experts.1.up_proj.weight_scale"), (1.0, 3.0 - 1.0)),
     ],
 )
-def test_a_checkpoint_names_its_scales_in_one_of_several_ways(
+def test_scales_are_read_under_each_of_their_names(
     names: tuple[str, str], expected: tuple[float, float] | None, tmp_path: Path
 ) -> None:
     shapes = dict.fromkeys(range(2), AttentionShape(4, 2, 16, 0.25))

@@ -79,7 +79,7 @@ def test_a_token_takes_the_bytes_of_its_latents(
     ],
     ids=["adapters", "backend", "no smaller"],
 )
-def test_the_log_has_the_reason_where_every_heads_keys_are_kept(
+def test_the_log_has_the_reason_why_keys_are_kept_per_head(
     changes: dict[str, object],
     sizes: dict[str, object],
     reason: str,
@@ -95,7 +95,7 @@ def test_the_log_has_the_reason_where_every_heads_keys_are_kept(
 
 
 @pytest.mark.parametrize("setting", ["tensor_parallel", "scales"])
-def test_ranks_and_stored_scales_keep_every_heads_keys(
+def test_tensor_parallel_and_stored_scales_keep_keys_per_head(
     setting: str, folder_of: Callable[[str], Path]
 ) -> None:
     settings = config(folder_of("deepseek_v3"), tensor_parallel=setting == "tensor_parallel")
@@ -108,7 +108,9 @@ def attention_of(folder: Path) -> Any:
     return model.model.layers[0].self_attn
 
 
-def test_a_module_that_computes_other_keys_is_left_alone(folder_of: Callable[[str], Path]) -> None:
+def test_a_module_that_computes_other_keys_keeps_keys_per_head(
+    folder_of: Callable[[str], Path],
+) -> None:
     module = attention_of(folder_of("deepseek_v3"))
     assert LatentForm.of(module) is not None
     own = module.expand_kv
@@ -119,7 +121,7 @@ def test_a_module_that_computes_other_keys_is_left_alone(folder_of: Callable[[st
     assert LatentForm.of(module) is None
 
 
-def test_a_model_serves_a_second_engine_and_its_own_passes(
+def test_a_model_with_latent_attention_serves_a_second_engine_and_its_own_passes(
     folder_of: Callable[[str], Path],
 ) -> None:
     folder = folder_of("deepseek_v3")
@@ -136,7 +138,7 @@ def test_a_model_serves_a_second_engine_and_its_own_passes(
 @pytest.mark.parametrize(
     ("family", "size"), [("deepseek_v2", 24), ("glm4_moe_lite", 32), ("minicpm3", 24)]
 )
-def test_a_family_with_latent_attention_keeps_latents(
+def test_each_family_with_latent_attention_keeps_latents(
     family: str, size: int, tmp_path: Path
 ) -> None:
     small.build(family).save_pretrained(tmp_path)

@@ -46,7 +46,7 @@ def windows(layers: Layers) -> list[Window | None]:
     return [layer.window for layer in layers if layer is not None]
 
 
-def test_layers_that_keep_their_cache_alike_share_a_group() -> None:
+def test_layers_with_the_same_window_and_heads_share_a_group() -> None:
     near, chunk = Window(8), Window(8, is_chunked=True)
     groups = group_layers([kind(near), kind(chunk), kind(), kind(near), kind(), kind(heads=1)])
     assert [(group.layers, group.window, group.num_kv_heads) for group in groups] == [
@@ -57,14 +57,14 @@ def test_layers_that_keep_their_cache_alike_share_a_group() -> None:
     ]
 
 
-def test_a_window_is_what_the_layers_mask_has() -> None:
+def test_a_layer_s_window_is_that_of_its_mask() -> None:
     types = ["full_attention", "sliding_attention"]
     found = describe([trait(), trait(mask_code_of(Window(9)))], sliding_window=9, layer_types=types)
     assert windows(found) == [None, Window(9)]
     assert windows(describe([trait()], sliding_window=9, use_sliding_window=False)) == [None]
 
 
-def test_a_window_that_no_mask_has_bounds_the_context() -> None:
+def test_a_configured_window_without_a_mask_bounds_the_context() -> None:
     assert windows(describe([trait()], length=9, sliding_window=9)) == [None]
     with pytest.raises(
         EngineConfigError,
@@ -75,7 +75,7 @@ def test_a_window_that_no_mask_has_bounds_the_context() -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 7, 4096])
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_the_window_of_a_mask_is_found(window: int, is_chunked: bool) -> None:
+def test_the_window_is_read_from_a_mask(window: int, is_chunked: bool) -> None:
     function = (
         chunked_causal_mask_function(window, torch.zeros(1, dtype=torch.int64))
         if is_chunked
@@ -101,7 +101,9 @@ def test_the_window_of_a_mask_is_found(window: int, is_chunked: bool) -> None:
         (sliding_window_causal_mask_function(5), 4),
     ],
 )
-def test_other_masks_are_not_served(mask_function: Any, size: int | None) -> None:
+def test_masks_other_than_causal_windows_have_no_window(
+    mask_function: Any, size: int | None
+) -> None:
     code = probing.mask_code(
         nn.Module(), probing._coded_mask(1, 2, 2, mask_function, local_size=size)
     )
@@ -119,7 +121,7 @@ def test_a_mask_function_gets_positions_on_the_models_device() -> None:
     assert seen == {"meta"}
 
 
-def test_a_mask_of_the_models_own_is_distinguished_from_those_it_was_given() -> None:
+def test_a_mask_built_by_the_model_is_distinguished_from_a_given_one() -> None:
     own = torch.zeros(1, 1, 2, 2)
     own[..., 0, 1] = torch.finfo(torch.float32).min
     given = probing._coded_mask(1, 2, 2, causal_mask_function)
@@ -142,7 +144,7 @@ def test_a_mask_of_the_models_own_is_distinguished_from_those_it_was_given() -> 
         ([trait()], {"layer_types": ["linear_attention"]}, "layers are of type linear_attention"),
     ],
 )
-def test_what_the_cache_cannot_keep_is_refused_in_one_sentence(
+def test_layers_that_the_cache_cannot_serve_are_refused_in_one_sentence(
     traits: list[LayerTrait], config: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(EngineConfigError) as caught:
@@ -151,7 +153,7 @@ def test_what_the_cache_cannot_keep_is_refused_in_one_sentence(
     assert "some-model" in str(caught.value)
 
 
-def test_one_reason_is_given_once() -> None:
+def test_a_reason_shared_by_several_layers_is_given_once() -> None:
     with pytest.raises(EngineConfigError) as caught:
         describe([trait(None)] * 4)
     assert caught.value.problems == [

@@ -25,7 +25,7 @@ def config(folder: Path, **changes: object) -> EngineConfig:
     return EngineConfig(**{**fields, "fuse": False, **changes})
 
 
-def test_layers_lengths_and_ends_are_read(llama: Path) -> None:
+def test_layers_length_and_end_tokens_are_read_from_a_folder(llama: Path) -> None:
     loaded = load_model(llama, config(llama), CpuDevice())
     assert loaded.vocab_size == tiny_models.VOCAB
     assert loaded.max_model_len == 256
@@ -36,14 +36,14 @@ def test_layers_lengths_and_ends_are_read(llama: Path) -> None:
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
 
 
-def test_a_chat_model_may_have_several_ends(llama: Path, tmp_path: Path) -> None:
+def test_a_chat_model_may_have_several_end_tokens(llama: Path, tmp_path: Path) -> None:
     for file in llama.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     assert load_model(tmp_path, config(tmp_path), CpuDevice()).eos_token_ids == {2, 7}
 
 
-def test_only_the_wanted_rows_reach_the_head(llama: Path) -> None:
+def test_the_head_gets_only_the_sampled_rows(llama: Path) -> None:
     loaded = load_model(llama, config(llama), CpuDevice())
     seen: list[int] = []
     loaded.model.lm_head.register_forward_hook(lambda _m, args, _o: seen.append(args[0].shape[1]))  # type: ignore[union-attr]
@@ -53,7 +53,7 @@ def test_only_the_wanted_rows_reach_the_head(llama: Path) -> None:
     assert seen == [2]
 
 
-def test_transformers_builds_no_mask_for_us(llama: Path) -> None:
+def test_transformers_builds_no_mask_during_a_step(llama: Path) -> None:
     """A mask over all packed tokens would grow with the square of the step."""
     loaded = load_model(llama, config(llama), CpuDevice())
     masks: list[object] = []
@@ -72,7 +72,7 @@ def test_a_longer_context_than_the_models_is_refused(llama: Path) -> None:
     assert load_model(llama, config(llama, max_model_len=100), CpuDevice()).max_model_len == 100
 
 
-def test_frequencies_that_depend_on_the_batch_bound_the_context() -> None:
+def test_rotary_frequencies_that_depend_on_the_batch_bound_the_context() -> None:
     scaling = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
     settings = SimpleNamespace(max_position_embeddings=131_072, rope_parameters=scaling)
     assert loader.resolve_length(settings, None) == 4096

@@ -76,7 +76,7 @@ def write_llama(path: Path) -> None:
     writer.close()
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_model_folder_is_used_without_conversion(tmp_path: Path) -> None:
     folder = tiny_models.save("gpt2", tmp_path)
     assert resolve(str(folder), tmp_path / "cache") == folder
     assert not (tmp_path / "cache").exists()
@@ -148,7 +148,7 @@ def test_other_content_under_the_same_name_is_another_model(
     assert model_files._fingerprint([changed]) != model_files._fingerprint([gguf_file])
 
 
-def test_a_failed_conversion_leaves_nothing(gguf_file: Path, tmp_path: Path) -> None:
+def test_a_failed_conversion_leaves_no_files(gguf_file: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(gguf_file.read_bytes()[:2000])
     with pytest.raises(ModelUnusableError, match=r"broken\.gguf cannot be converted"):
@@ -175,7 +175,7 @@ def test_a_cache_that_cannot_be_written_is_named(gguf_file: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_processes_that_ask_at_once_convert_once(gguf_file: Path, tmp_path: Path) -> None:
+def test_concurrent_processes_convert_a_file_once(gguf_file: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     children = [
@@ -195,18 +195,18 @@ def test_processes_that_ask_at_once_convert_once(gguf_file: Path, tmp_path: Path
     assert sum(line.endswith(" 0.05") for line in said) == 1, "more than one process converted"
 
 
-def test_a_missing_package_of_a_built_in_is_named() -> None:
+def test_a_missing_package_of_a_built_in_model_is_named() -> None:
     missing = BuiltIn("some-wheel", (("no_such_module", "model.gguf"),))
     with pytest.raises(ModelNotFoundError, match="package some-wheel, which is not installed"):
         missing.files()
 
 
-def test_a_name_that_leads_nowhere_lists_the_built_in_ones(tmp_path: Path) -> None:
+def test_an_unknown_name_is_refused_with_the_built_in_names(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"smollm2-135m-instruct.*gemma3-270m"):
         resolve("no-such/model", tmp_path)
 
 
-def test_a_file_of_another_kind_is_not_asked_of_the_hub(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused_without_asking_the_hub(tmp_path: Path) -> None:
     (tmp_path / "model.bin").touch()
     with pytest.raises(ModelNotFoundError, match=r"/model\.bin is a file, but no \.gguf file$"):
         resolve(str(tmp_path / "model.bin"))
@@ -220,7 +220,7 @@ def test_a_missing_gguf_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("with_code", [False, True])
-def test_a_models_own_code_is_fetched_where_it_is_trusted(
+def test_a_model_s_own_code_is_fetched_only_if_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_code: bool
 ) -> None:
     """The test has no access to the hub itself."""

@@ -33,13 +33,15 @@ from tokenmill_worker.engines.own.model.loader import load_model, resolve_length
     ],
 )
 @pytest.mark.parametrize("attention", slow_unless({"cpu"}, ["cpu", "reference"]))
-def test_the_tokens_are_those_of_generate(family: str, setting: str, attention: str) -> None:
+def test_families_with_their_own_attention_give_generate_s_tokens(
+    family: str, setting: str, attention: str
+) -> None:
     found = trial.run(family, setting, attention=attention)
     assert (found.outcome, found.reason) == ("equal", "")
 
 
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 16, 71])
-def test_slopes_are_those_of_both_families(heads: int) -> None:
+def test_alibi_slopes_equal_those_of_bloom_and_mpt(heads: int) -> None:
     slopes = own_attention.alibi_slopes(heads)
     bloom = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)  # [heads, 1, 2]
     torch.testing.assert_close(slopes, bloom[:, 0, 1])
@@ -48,7 +50,7 @@ def test_slopes_are_those_of_both_families(heads: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_16_bits_hold_the_bias_of_far_positions(dtype: torch.dtype) -> None:
+def test_16_bit_inputs_hold_the_bias_of_far_positions(dtype: torch.dtype) -> None:
     bias = torch.tensor([20_000.0, 20_001.0, 20_002.0])[:, None] * 2.0**-8
     query, key = torch.zeros(3, 1, 16, dtype=dtype), torch.zeros(3, 1, 16, dtype=dtype)
     query, key = own_attention._with_bias(query, key, bias, scale=0.25)
@@ -57,12 +59,12 @@ def test_16_bits_hold_the_bias_of_far_positions(dtype: torch.dtype) -> None:
     torch.testing.assert_close(scores, bias, rtol=0, atol=2.0**-9)
 
 
-def test_a_model_that_states_its_length_under_another_name_needs_no_setting() -> None:
+def test_a_length_under_another_configuration_name_is_read() -> None:
     assert resolve_length(SimpleNamespace(seq_length=2048), None) == 2048
     assert resolve_length(SimpleNamespace(max_seq_len=4096), 100) == 100
 
 
-def test_a_local_layer_frees_the_blocks_before_its_window(tmp_path: Path) -> None:
+def test_local_layers_of_gpt_neo_have_a_window(tmp_path: Path) -> None:
     small.build("gpt_neo").save_pretrained(tmp_path)
     settings = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu", fuse=False)
     groups = load_model(tmp_path, settings, CpuDevice()).groups

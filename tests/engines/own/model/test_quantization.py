@@ -64,7 +64,7 @@ def test_every_product_is_quantised_and_the_head_keeps_8_bits(
     assert bits(int4) == {"attention": {torch.int32}, "mlp": {torch.int32}, "linear": {torch.uint8}}
 
 
-def test_a_model_that_was_bfloat16_stays_so_in_memory_and_gives_the_same_bits(
+def test_a_bfloat16_model_stays_bfloat16_in_memory_and_gives_the_same_bits(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Most checkpoints are bfloat16; float32 steps read these weights at half the traffic."""
@@ -112,7 +112,7 @@ def test_keys_and_values_take_half_precision_beside_rounded_weights(
         assert engine.runner.info.config.kv_dtype == str(expected).removeprefix("torch.")
 
 
-def test_what_does_not_fit_4_bits_takes_8() -> None:
+def test_a_weight_that_does_not_fit_4_bits_takes_8() -> None:
     packing = Packing.choose("int4")
     assert packing.body.pack(torch.randn(16, 64)).panels.dtype is torch.int32
     assert packing.body.pack(torch.randn(16, 40)).panels.dtype is torch.uint8
@@ -123,7 +123,7 @@ def test_what_does_not_fit_4_bits_takes_8() -> None:
 @pytest.mark.parametrize(
     "name", slow_unless({"llama", "gemma3"}, ["llama", "qwen2", "qwen3", "gemma3", "phi3", "gpt2"])
 )
-def test_a_quantised_family_stays_near(
+def test_a_quantised_family_stays_near_the_likelihood_of_rounded_weights(
     name: str, quantization: str, folder_of: Callable[[str], Path]
 ) -> None:
     """The same likelihood of a text as with weights and activations rounded, within what rounding
@@ -155,7 +155,7 @@ def test_answers_do_not_depend_on_batch_or_chunks(
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_weights_that_stay_float32_are_named(
+def test_weights_that_stay_float32_are_logged(
     folder_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -166,14 +166,14 @@ def test_weights_that_stay_float32_are_named(
     assert "are not quantised and stay float32" in caplog.text
 
 
-def test_a_model_without_a_layer_that_fits_is_refused() -> None:
+def test_a_model_without_quantisable_layers_is_refused() -> None:
     with pytest.raises(EngineConfigError, match="no layer of odd can be quantised"):
         prepare_weights(
             nn.Sequential(nn.Bilinear(3, 3, 3)), EngineConfig(model="odd", quantization="int8")
         )
 
 
-def test_ranks_and_quantization_do_not_go_together(folder_of: Callable[[str], Path]) -> None:
+def test_quantization_with_tensor_parallel_is_refused(folder_of: Callable[[str], Path]) -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(EngineConfigError, match="on one rank"):
         prepare_weights(model, EngineConfig(model="x", quantization="int8", tensor_parallel=True))
@@ -185,7 +185,7 @@ def test_ranks_and_quantization_do_not_go_together(folder_of: Callable[[str], Pa
 @pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_loss_on_real_text_is_bounded() -> None:
+def test_the_loss_of_quantization_on_real_text_is_bounded() -> None:
     """SmolLM2 came out of 4-bit blocks of 32 (GGUF Q4_1): 4 bits cost it little more than the
     head's rounding.
     """

@@ -38,7 +38,7 @@ def test_each_sequence_continues_from_its_own_state() -> None:
     assert step(pool, (1, 0, [2.0]), (4, 1, [2.0])) == [2, 3]  # row 1 has another sequence
 
 
-def test_a_step_can_run_again() -> None:
+def test_a_repeated_step_starts_from_the_same_state() -> None:
     pool = StatePool(1, torch.device("cpu"))
     step(pool, (0, 0, [1.0]))
     assert step(pool, (0, 1, [2.0])) == step(pool, (0, 1, [2.0])) == [3]
@@ -47,7 +47,7 @@ def test_a_step_can_run_again() -> None:
         step(pool, (0, 1, [2.0]))
 
 
-def test_a_released_row_has_no_state_and_checkpoints_outlive_their_sequences() -> None:
+def test_a_released_row_has_no_state_and_its_checkpoints_stay() -> None:
     pool = StatePool(2, torch.device("cpu"), num_checkpoints=2)
     step(pool, (0, 0, [1.0, 2.0]), (1, 0, [7.0]))
     pool.keep(0, 2, bytes([2]))
@@ -72,7 +72,7 @@ def test_a_convolution_sees_the_last_inputs_of_its_sequence() -> None:
     assert kept.flatten().tolist() == [2, 3, 4]
 
 
-def test_modules_of_older_transformers_read_the_states_from_the_caches_layers() -> None:
+def test_modules_of_older_transformers_read_states_from_cache_layers() -> None:
     states = LayerStates()
     assert not states.has_previous_state(LAYER)
     states.update_conv_state(torch.zeros(1, 1, 3), LAYER)

@@ -68,14 +68,14 @@ def refusal(folder: Path, **changes: Any) -> str:
         ("xglm", "", "XGLMForCausalLM does not go through Transformers' AttentionInterface"),
     ],
 )
-def test_a_family_that_would_be_served_wrong_is_refused_in_one_sentence(
+def test_a_family_with_wrong_tokens_is_refused_in_one_sentence(
     family: str, setting: str, words: str, tmp_path: Path
 ) -> None:
     small.build(family, setting).save_pretrained(tmp_path)
     assert words in refusal(tmp_path)
 
 
-def test_a_class_that_is_no_causal_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_a_class_that_is_not_a_causal_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {
         "vocab_size": 64,
         "d_model": 16,
@@ -107,9 +107,7 @@ def test_a_class_that_is_no_causal_model_is_refused_in_one_sentence(tmp_path: Pa
         ("jamba", ""),  # Mamba, whose pass over several tokens reads no state
     ],
 )
-def test_a_family_that_was_refused_or_wrong_gives_generates_tokens(
-    family: str, setting: str
-) -> None:
+def test_a_formerly_refused_family_gives_generate_s_tokens(family: str, setting: str) -> None:
     found = trial.run(family, setting)
     assert (found.outcome, found.reason) == ("equal", "")
 
@@ -146,7 +144,9 @@ def test_the_comparison_can_be_turned_off(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
-def test_the_difference_is_float_noise(name: str, folder_of: Callable[[str], Path]) -> None:
+def test_a_correct_model_differs_by_float_noise_only(
+    name: str, folder_of: Callable[[str], Path]
+) -> None:
     found = verified(folder_of(name), tolerance=1e-4)
     assert found is None
 
@@ -166,7 +166,7 @@ def verified(
 
 
 @pytest.mark.parametrize("window", [None, Window(10), Window(12), Window(11, True)])
-def test_a_window_that_is_off_by_one_shows(
+def test_a_window_that_is_off_by_one_is_detected(
     window: Window | None, folder_of: Callable[[str], Path]
 ) -> None:
     assert verified(folder_of("mistral"), Window(11)) is None
@@ -175,7 +175,7 @@ def test_a_window_that_is_off_by_one_shows(
     assert difference.startswith(("a decode", "a later chunk", "the first chunk"))
 
 
-def test_a_short_context_is_enough(llama: Path) -> None:
+def test_a_model_with_a_short_context_is_verified(llama: Path) -> None:
     for length in (1, 2, 5):
         assert (
             load_model(llama, config(llama, max_model_len=length), CpuDevice()).max_model_len
@@ -202,7 +202,7 @@ def test_a_large_model_is_compared_by_its_first_layers(
     assert len(model.model.layers) == 4
 
 
-def test_half_precision_is_compared_in_float32_and_stays_what_it_was(llama: Path) -> None:
+def test_half_precision_weights_are_compared_in_float32_and_not_changed(llama: Path) -> None:
     model = plain(llama).to(torch.bfloat16)
     before = {
         name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()
@@ -279,7 +279,7 @@ def test_a_fused_pass_without_memory_ends_the_start(
 @pytest.mark.parametrize(
     "compared", ["all layers", pytest.param("first layers", marks=pytest.mark.slow)]
 )
-def test_a_model_that_fused_modules_break_is_served_without(
+def test_a_model_broken_by_fused_modules_is_served_without_fusing(
     how: str,
     compared: str,
     llama: Path,

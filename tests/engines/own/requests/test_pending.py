@@ -39,7 +39,7 @@ def pending():
         runner.grammar.set_exception(ValueError("over"))
 
 
-def test_a_deadline_passes_while_a_grammar_is_compiled(pending):
+def test_a_request_expires_while_its_grammar_is_compiled(pending):
     now = time.monotonic()
     late = GenerationRequest(
         request_id="late", prompt=Prompt((1, 2)), params=STRUCTURED, deadline=now - 1
@@ -94,7 +94,7 @@ def test_a_grammar_that_fails_ends_its_request_with_its_code(pending, code):
     assert (event.error, event.error_code) == ("response_format cannot be used: too late", code)
 
 
-def test_a_grammar_is_prepared_in_the_turn_of_its_tenant(pending):
+def test_a_grammar_is_compiled_in_its_tenant_s_turn(pending):
     request = GenerationRequest(
         request_id="x", prompt=Prompt((1, 2)), params=STRUCTURED, tenant="acme"
     )
@@ -102,7 +102,7 @@ def test_a_grammar_is_prepared_in_the_turn_of_its_tenant(pending):
     assert pending.runner.tenants == ["acme"]
 
 
-def test_a_request_with_nothing_left_to_do_is_refused(pending):
+def test_a_request_whose_choices_are_all_done_is_refused(pending):
     pending.submit([GenerationRequest(request_id="r", prompt=Prompt((1, 2)), done=(0,))])
     (event,) = pending.step()
     assert "every choice of it is done" in event.error

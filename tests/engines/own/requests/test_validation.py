@@ -69,7 +69,7 @@ def admit(prompt=(1, 2, 3), **params):
         ),
     ],
 )
-def test_what_cannot_run_is_refused_with_its_name(prompt, params, code, says):
+def test_an_impossible_request_is_refused_with_its_reason(prompt, params, code, says):
     with pytest.raises(RequestError, match=says) as caught:
         admit(prompt, **params)
     assert caught.value.code == code
@@ -102,7 +102,7 @@ def test_no_max_tokens_means_the_rest_of_the_models_length():
     assert sequence.max_tokens == 13
 
 
-def test_choices_have_seeds_of_their_own_and_the_first_keeps_the_requests():
+def test_each_choice_has_its_own_seed_and_the_first_the_request_s():
     sequences = admit((1,), n=3, seed=7)
     assert [s.choice for s in sequences] == [0, 1, 2]
     assert sequences[0].seed == 7 == admit((1,), seed=7)[0].seed
@@ -110,7 +110,7 @@ def test_choices_have_seeds_of_their_own_and_the_first_keeps_the_requests():
     assert choice_seed(7, 1) == sequences[1].seed
 
 
-def test_seeds_differ_in_each_of_64_bits_and_a_negative_one_is_that_plus_2_to_the_64th():
+def test_seeds_use_all_64_bits_and_negative_seeds_wrap():
     seeds = [admit((1,), seed=1 << bit)[0].seed for bit in range(64)]
     assert seeds == [1 << bit for bit in range(64)]
     assert admit((1,), seed=-1)[0].seed == admit((1,), seed=2**64 - 1)[0].seed == 2**64 - 1
@@ -146,7 +146,7 @@ def admit_given(*given, resumed=(), n=None):
     return VALIDATOR.validate(request)
 
 
-def test_given_answers_are_scored_behind_what_was_reported():
+def test_given_answers_are_scored_after_the_tokens_already_reported():
     first, second = admit_given((4, 5), (6, 7, 8), resumed=((), (6,)))
     assert (first.token_ids, first.next_scored, first.scored_end) == ([1, 2, 3, 4, 5], 3, 5)
     assert (second.next_scored, second.scored_end, second.num_resumed_tokens) == (4, 6, 1)
@@ -163,7 +163,7 @@ def test_given_answers_are_scored_behind_what_was_reported():
         (((4, 5),), {"resumed": ((5,),)}, "invalid_request", "resumes with other tokens"),
     ],
 )
-def test_given_answers_that_cannot_be_are_refused(given, more, code, says):
+def test_impossible_given_answers_are_refused(given, more, code, says):
     with pytest.raises(RequestError, match=says) as caught:
         admit_given(*given, **more)
     assert caught.value.code == code

@@ -29,7 +29,7 @@ def alone(kind: int, num_tokens: int) -> list[int]:
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(0, len(KINDS) - 1), min_size=1, max_size=12), st.integers(0, 2**20))
-def test_same_seed_same_tokens_whatever_the_batch(kinds: list[int], shuffle: int) -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch(kinds: list[int], shuffle: int) -> None:
     sampler, model = make_sampler(VOCAB), ToyModel(VOCAB)
     sequences = [fresh(kind) for kind in kinds]
     order = random.Random(shuffle)
@@ -40,7 +40,7 @@ def test_same_seed_same_tokens_whatever_the_batch(kinds: list[int], shuffle: int
         assert sequence.output_ids == alone(kind, 6)[: sequence.num_output_tokens]
 
 
-def test_release_and_return_in_mid_sequence_changes_nothing() -> None:
+def test_a_sequence_released_and_readmitted_draws_the_same_tokens() -> None:
     for kind in range(len(KINDS)):
         sampler, model, sequence = make_sampler(VOCAB), ToyModel(VOCAB), fresh(kind)
         for _ in range(8):
@@ -50,7 +50,7 @@ def test_release_and_return_in_mid_sequence_changes_nothing() -> None:
         assert sequence.output_ids == alone(kind, 8)[: sequence.num_output_tokens]
 
 
-def test_a_resumed_sequence_continues_as_it_would_have() -> None:
+def test_a_resumed_sequence_continues_with_the_same_tokens() -> None:
     for kind in range(len(KINDS)):
         whole = alone(kind, 9)
         resumed = make_sequence(KINDS[kind], (5, 6, kind + 7), tuple(whole[:4]), seed=1000 + kind)
@@ -58,7 +58,7 @@ def test_a_resumed_sequence_continues_as_it_would_have() -> None:
             assert generate(make_sampler(VOCAB), ToyModel(VOCAB), [resumed], 5)[0] == whole
 
 
-def test_rows_are_reused_with_the_new_owners_parameters() -> None:
+def test_a_reused_row_has_its_new_owner_s_parameters() -> None:
     sampler, model = make_sampler(VOCAB), ToyModel(VOCAB)
     for kind in [*range(len(KINDS)), *reversed(range(len(KINDS)))]:
         sequence = fresh(kind)
@@ -66,7 +66,7 @@ def test_rows_are_reused_with_the_new_owners_parameters() -> None:
         sampler.release(sequence)
 
 
-def test_more_sequences_than_the_table_was_made_for() -> None:
+def test_the_parameter_table_grows_with_the_number_of_sequences() -> None:
     sampler, model = make_sampler(VOCAB), ToyModel(VOCAB)
     sequences = [fresh(i % len(KINDS)) for i in range(150)]
     generate(sampler, model, sequences, 2)
@@ -74,7 +74,7 @@ def test_more_sequences_than_the_table_was_made_for() -> None:
         assert sequence.output_ids == alone(i % len(KINDS), 2)[: sequence.num_output_tokens]
 
 
-def test_the_callers_logits_are_left_as_they_were() -> None:
+def test_sampling_does_not_change_the_caller_s_logits() -> None:
     sampler = make_sampler(VOCAB)
     logits = torch.randn(len(KINDS), VOCAB)
     before = logits.clone()
@@ -82,5 +82,5 @@ def test_the_callers_logits_are_left_as_they_were() -> None:
     assert torch.equal(logits, before)
 
 
-def test_an_empty_batch_gives_nothing() -> None:
+def test_an_empty_batch_samples_no_tokens() -> None:
     assert make_sampler(VOCAB).sample(torch.zeros(0, VOCAB), []).finish() == ((), (), {})

@@ -27,7 +27,7 @@ def make_compiler() -> GrammarCompiler:
     return GrammarCompiler.from_vocab([bytes([i]) for i in range(256)] + [b""], [256])
 
 
-def test_no_value_is_read_back_while_sampling() -> None:
+def test_sampling_reads_no_value_back_from_the_device() -> None:
     """Tensors of the "meta" device have shapes only, so an operation that waits for a value
     raises.
     """
@@ -49,7 +49,7 @@ def test_no_value_is_read_back_while_sampling() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda_gives_the_cpus_tokens_without_waiting() -> None:
+def test_sampling_on_cuda_gives_the_cpu_s_tokens_without_waiting() -> None:
     device, vocab = torch.device("cuda"), 5_000
     items = all_kinds()
     rows = sum(1 + len(item.draft_ids) for item in items)

@@ -87,12 +87,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_draws_follow_the_parameters(name: str) -> None:
+def test_draws_follow_the_distribution_of_the_parameters(name: str) -> None:
     params = CASES[name]
     assert_follows(draw(LOGITS, params), expected(LOGITS, params))
 
 
-def test_draws_at_a_later_position_are_fresh_and_follow_too() -> None:
+def test_draws_at_a_later_position_are_independent_and_follow_the_distribution() -> None:
     params = SamplingParams(top_p=0.9)
     first, later = draw(LOGITS, params), draw(LOGITS, params, position=5)
     assert_follows(later, expected(LOGITS, params))
@@ -101,7 +101,7 @@ def test_draws_at_a_later_position_are_fresh_and_follow_too() -> None:
     assert stats.chi2_contingency(table[table.any(1)][:, table.any(0)]).pvalue > 1e-4
 
 
-def test_a_nucleus_wider_than_the_candidates_is_exact() -> None:
+def test_a_nucleus_with_more_tokens_than_candidates_is_exact() -> None:
     vocab = 3_000
     flat = np.random.default_rng(2).normal(size=vocab) * 0.3
     params = SamplingParams(top_p=0.6)
@@ -113,7 +113,7 @@ def test_a_nucleus_wider_than_the_candidates_is_exact() -> None:
     assert_follows(groups[drawn], np.array([probabilities[groups == g].sum() for g in range(20)]))
 
 
-def test_min_tokens_ends_when_it_is_reached() -> None:
+def test_end_tokens_are_banned_until_min_tokens_is_reached() -> None:
     params = SamplingParams(min_tokens=3, logit_bias={EOS: 8.0})
     assert not (draw(LOGITS, params, position=2) == EOS).any()
     assert (draw(LOGITS, params, position=3) == EOS).mean() > 0.5

@@ -30,13 +30,13 @@ def simulate(draft_s: float, acceptance: float, num_steps: int = 20_000) -> tupl
 
 
 @pytest.mark.parametrize(("draft_s", "acceptance"), [(0.01, 0.0), (0.08, 1.0), (0.004, 0.2)])
-def test_drafts_that_do_not_pay_lose_one_percent(draft_s: float, acceptance: float) -> None:
+def test_drafts_without_gain_cost_at_most_one_percent(draft_s: float, acceptance: float) -> None:
     share, lost_s = simulate(draft_s, acceptance)
     assert 0 < share < 0.1
     assert lost_s <= 2 * ALLOWANCE_S + 0.011 * 20_000 * PLAIN_S
 
 
-def test_drafts_that_pay_go_on() -> None:
+def test_drafts_with_gain_continue() -> None:
     share, lost_s = simulate(0.01, 0.8)
     assert share > 0.95
     assert lost_s < 0

@@ -29,7 +29,9 @@ KINDS = (
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 @pytest.mark.parametrize("place", [0, 2])
-def test_logits_that_are_not_finite(broken: float, kind: int, place: int) -> None:
+def test_logits_that_are_not_finite_fail_only_their_sequence(
+    broken: float, kind: int, place: int
+) -> None:
     def run(logits: torch.Tensor) -> tuple[tuple[tuple[int, ...], ...], dict[int, str]]:
         items = [
             plan_item(make_sequence(KINDS[kind] if i == place else KINDS[1], seed=i))
@@ -54,7 +56,7 @@ def test_logits_that_are_not_finite(broken: float, kind: int, place: int) -> Non
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-300, 1e-40, 1.0, 100.0])
 @pytest.mark.parametrize("penalty", [1e-6, 100.0])
 @pytest.mark.parametrize("extra", [{}, {"top_p": 1e-300, "min_p": 1e-300}, {"logprobs": 3}])
-def test_the_farthest_parameters_that_are_accepted_are_no_error(
+def test_the_most_extreme_accepted_parameters_sample_without_error(
     temperature: float, penalty: float, extra: dict[str, Any]
 ) -> None:
     params = SamplingParams(temperature=temperature, repetition_penalty=penalty, **extra)
@@ -67,7 +69,7 @@ def test_the_farthest_parameters_that_are_accepted_are_no_error(
     assert len(tokens[0]) == 1
 
 
-def test_minus_infinity_is_a_mask_and_not_an_error() -> None:
+def test_minus_infinity_masks_a_token_without_error() -> None:
     logits = torch.full((2, VOCAB), -math.inf)
     logits[0, 7] = 1.0
     tokens, _, errors = (
@@ -80,7 +82,7 @@ def test_minus_infinity_is_a_mask_and_not_an_error() -> None:
     assert "no token is allowed" in errors[1]
 
 
-def test_a_broken_row_behind_a_rejected_draft_does_not_count() -> None:
+def test_a_row_with_nan_behind_a_rejected_draft_is_ignored() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[0, 4] = logits[1, 5] = 1.0
     logits[2] = math.nan
@@ -108,7 +110,7 @@ def test_ids_outside_the_vocabulary_have_no_effect() -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_logits_wider_than_the_vocabulary() -> None:
+def test_logits_beyond_the_vocabulary_are_never_sampled() -> None:
     logits = torch.zeros(1, VOCAB + 14)
     logits[0, VOCAB + 2] = 50.0
     tokens, _, errors = (
@@ -118,7 +120,7 @@ def test_logits_wider_than_the_vocabulary() -> None:
     assert tokens[0][0] < VOCAB
 
 
-def test_half_precision_logits() -> None:
+def test_half_precision_logits_give_the_highest_token() -> None:
     logits = torch.randn(2, VOCAB).bfloat16()
     tokens, _, _ = (
         make_sampler(VOCAB)
@@ -128,12 +130,12 @@ def test_half_precision_logits() -> None:
     assert [t[0] for t in tokens] == logits.float().argmax(dim=1).tolist()
 
 
-def test_rows_that_do_not_match_the_items() -> None:
+def test_a_number_of_rows_that_does_not_match_the_items_raises() -> None:
     with pytest.raises(ValueError, match="3 rows of logits for items that own 2"):
         make_sampler(VOCAB).sample(torch.zeros(3, VOCAB), [plan_item(make_sequence(GREEDY), (5,))])
 
 
-def test_a_grammar_without_a_compiler() -> None:
+def test_a_grammar_without_a_compiler_fails_its_sequence() -> None:
     structured = SamplingParams(response_format=ResponseFormat(regex="a"))
     items = [plan_item(make_sequence(structured)), plan_item(make_sequence(GREEDY))]
     tokens, _, errors = make_sampler(VOCAB).sample(torch.zeros(2, VOCAB), items).finish()

@@ -40,14 +40,16 @@ def sample(*params: SamplingParams) -> tuple[list[int], list[tuple[TokenLogprob,
         SamplingParams(logit_bias={7: 30.0}, repetition_penalty=2.0, logprobs=True),
     ],
 )
-def test_the_drawn_tokens_raw_log_probability(params: SamplingParams) -> None:
+def test_the_raw_log_probability_is_that_of_the_model_s_distribution(
+    params: SamplingParams,
+) -> None:
     tokens, logprobs = sample(params)
     assert logprobs[0] is not None
     assert logprobs[0][0].logprob == pytest.approx(reference(0)[tokens[0]], abs=2e-6)
     assert logprobs[0][0].top == ()
 
 
-def test_each_row_gets_what_it_asked_for() -> None:
+def test_each_row_gets_its_own_number_of_top_log_probabilities() -> None:
     tokens, logprobs = sample(
         SamplingParams(logprobs=2),
         SamplingParams(),
@@ -67,14 +69,14 @@ def test_each_row_gets_what_it_asked_for() -> None:
         assert entry[0].logprob == pytest.approx(truth[tokens[row]], abs=2e-6)
 
 
-def test_more_top_logprobs_than_the_vocabulary_has() -> None:
+def test_top_log_probabilities_are_cut_to_the_vocabulary() -> None:
     items = [plan_item(make_sequence(SamplingParams(top_logprobs=20)))]
     _, logprobs, _ = make_sampler(6).sample(torch.randn(1, 6), items).finish()
     assert logprobs[0] is not None
     assert len(logprobs[0][0].top) == 6
 
 
-def test_accepted_drafts_have_theirs() -> None:
+def test_accepted_drafts_have_log_probabilities() -> None:
     sampler = make_sampler(VOCAB)
     best = LOGITS.argmax(dim=1).tolist()
     sequence = make_sequence(SamplingParams(temperature=0.0, logprobs=1))
@@ -134,7 +136,7 @@ PROCESSED = (
 
 @pytest.mark.parametrize("options", [{}, {"kernel": None}], ids=["kernel", "torch"])
 @pytest.mark.parametrize("params", PROCESSED)
-def test_processed_ones_are_those_of_the_distribution_that_is_drawn_from(
+def test_processed_log_probabilities_are_those_of_the_sampled_distribution(
     params: SamplingParams, options: dict[str, object]
 ) -> None:
     wanted = msgspec.structs.replace(params, logprobs_mode="processed_logprobs")
@@ -154,7 +156,7 @@ def test_processed_ones_are_those_of_the_distribution_that_is_drawn_from(
 
 
 @pytest.mark.parametrize("options", [{}, {"kernel": None}], ids=["kernel", "torch"])
-def test_both_modes_share_a_batch_and_change_no_token(options: dict[str, object]) -> None:
+def test_raw_and_processed_modes_in_one_batch_change_no_token(options: dict[str, object]) -> None:
     base = SamplingParams(temperature=0.5, top_p=0.9, logprobs=2)
     processed = msgspec.structs.replace(base, logprobs_mode="processed_logprobs")
     raw = msgspec.structs.replace(base, logprobs_mode="raw_logprobs")
@@ -173,7 +175,7 @@ def test_both_modes_share_a_batch_and_change_no_token(options: dict[str, object]
     assert results[0] == results[1]
 
 
-def test_accepted_drafts_have_processed_ones_of_their_own_positions() -> None:
+def test_accepted_drafts_have_processed_log_probabilities_of_their_own_positions() -> None:
     params = SamplingParams(
         temperature=0.0, repetition_penalty=1.5, logprobs=1, logprobs_mode="processed_logprobs"
     )
@@ -202,7 +204,7 @@ class EdgeKernel:
         return torch.full((len(logits),), 5), logits.amax(dim=1)
 
 
-def test_a_drawn_token_at_the_edge_of_the_nucleus_has_a_probability() -> None:
+def test_a_token_drawn_at_the_edge_of_the_nucleus_has_a_finite_log_probability() -> None:
     params = SamplingParams(top_p=0.5, logprobs=True, logprobs_mode="processed_logprobs")
     sampler = make_sampler(8, kernel=EdgeKernel())
     logits = torch.tensor([[4.0, 3.9, 0.0, 0.0, 0.0, 3.8, 0.0, 0.0]])

@@ -39,7 +39,7 @@ def exact_cost(seed: int, position: int, token: int) -> float:
     return math.log(-math.log1p(-((x & 0x7FFFFFFF) + 0.5) / 2**31))
 
 
-def test_the_hash_is_its_definition_in_wrapping_integers() -> None:
+def test_the_hash_equals_its_definition_in_wrapping_integers() -> None:
     seeds, positions = [0, 1, 7, MASK64, 1 << 63], [0, 5, 100_000, 3, 2**31]
     got = costs(seeds, positions, 300)
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
@@ -50,7 +50,7 @@ def test_the_hash_is_its_definition_in_wrapping_integers() -> None:
 
 
 @pytest.mark.parametrize("axis", ["tokens", "positions", "seeds"])
-def test_costs_are_logs_of_standard_exponentials_along_every_counter(axis: str) -> None:
+def test_costs_are_distributed_as_logs_of_exponentials_along_every_counter(axis: str) -> None:
     count = 40_000
     if axis == "tokens":
         sample = costs([3], [9], count)[0]
@@ -74,7 +74,7 @@ def test_rows_of_neighbouring_counters_are_independent(
     assert stats.chi2_contingency(shifted).pvalue > 1e-3
 
 
-def test_rare_tokens_can_win_and_certain_ones_never_lose() -> None:
+def test_the_only_possible_token_always_wins_and_rare_tokens_can_win() -> None:
     scaled = torch.full((2, 3), -torch.inf)
     scaled[:, 2] = 0.0
     keys = torch.from_numpy(noise.row_keys(np.arange(2, dtype=np.uint64), np.zeros(2, np.int64)))
@@ -84,7 +84,7 @@ def test_rare_tokens_can_win_and_certain_ones_never_lose() -> None:
     assert math.isfinite(lowest)
 
 
-def test_the_race_is_the_same_in_chunks_in_rows_and_on_gathered_candidates() -> None:
+def test_the_winner_is_the_same_by_chunks_by_rows_and_among_gathered_candidates() -> None:
     torch.manual_seed(0)
     scaled = torch.randn(7, 50_000)
     keys = torch.from_numpy(

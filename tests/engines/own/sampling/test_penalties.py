@@ -75,7 +75,7 @@ params_strategy = st.builds(
     st.lists(st.tuples(params_strategy, tokens.filter(bool), tokens), min_size=1, max_size=5),
     st.integers(0, 99),
 )
-def test_every_row_is_penalised_as_a_loop_would(
+def test_every_row_is_penalised_as_by_a_loop_over_its_tokens(
     rows: list[tuple[SamplingParams, list[int], list[int]]], seed: int
 ) -> None:
     logits = torch.from_numpy(
@@ -110,7 +110,7 @@ def by_loop(num_tokens: int) -> list[int]:
     return output
 
 
-def test_generation_counts_its_own_tokens() -> None:
+def test_penalties_count_generated_tokens() -> None:
     got = generate(make_sampler(VOCAB), ToyModel(VOCAB, memory=1), [make_sequence(PENALISED)], 40)[
         0
     ]
@@ -124,7 +124,7 @@ def test_generation_counts_its_own_tokens() -> None:
     )
 
 
-def test_tokens_in_flight_are_counted_before_the_host_reads_them() -> None:
+def test_penalties_count_tokens_in_flight() -> None:
     sampler, model, sequence = (
         make_sampler(VOCAB),
         ToyModel(VOCAB, memory=1),
@@ -133,7 +133,7 @@ def test_tokens_in_flight_are_counted_before_the_host_reads_them() -> None:
     assert generate_a_step_late(sampler, model, sequence, 30) == by_loop(30)
 
 
-def test_an_abandoned_step_leaves_no_trace() -> None:
+def test_an_abandoned_step_changes_no_penalty() -> None:
     sampler, model, sequence = (
         make_sampler(VOCAB),
         ToyModel(VOCAB, memory=1),
@@ -149,7 +149,7 @@ def test_an_abandoned_step_leaves_no_trace() -> None:
     assert sequence.output_ids == by_loop(20)
 
 
-def test_released_histories_are_reused() -> None:
+def test_released_histories_are_reused_without_their_old_counts() -> None:
     sampler, model = make_sampler(VOCAB), ToyModel(VOCAB, memory=1)
     for _ in range(40):
         sequence = make_sequence(PENALISED)
@@ -158,7 +158,7 @@ def test_released_histories_are_reused() -> None:
     assert len(sampler._histories) == 0
 
 
-def test_histories_give_their_memory_back_when_the_last_sequence_leaves() -> None:
+def test_histories_free_their_memory_with_the_last_sequence() -> None:
     histories = Histories(torch.device("cpu"))
     params = SamplingParams(presence_penalty=1.0)
     sequences = [Sequence(str(number), [1, 2, 3, 4], 2, params) for number in range(40)]

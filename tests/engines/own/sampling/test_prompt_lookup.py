@@ -49,7 +49,7 @@ def test_the_draft_follows_a_longest_match(token_ids: list[int], max_tokens: int
         assert places or len(wanted) + len(token_ids) > 8
 
 
-def test_the_latest_of_the_longest_matches_is_taken() -> None:
+def test_the_latest_of_the_longest_matches_is_drafted() -> None:
     assert propose([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], 1) == (8,)
     assert propose([5, 1, 2, 3, 7, 9, 1, 2, 3, 8, 5, 1, 2, 3], 2) == (7, 9)
 
@@ -58,7 +58,7 @@ def test_a_loop_is_drafted_beyond_its_end() -> None:
     assert propose([9, 1, 2, 1, 2, 1, 2], 5, min_match=2) == (1, 2, 1, 2, 1)
 
 
-def test_nothing_matches() -> None:
+def test_a_sequence_without_a_match_gets_no_draft() -> None:
     assert propose([], 4) == propose([1, 2], 4) == propose([1, 2, 3, 4, 5, 6], 4) == ()
 
 
@@ -72,7 +72,7 @@ def test_the_index_grows_with_the_sequence() -> None:
         sequence.token_ids.append(rng.randrange(4))
 
 
-def test_accepted_drafts_grow_and_refused_ones_fall_silent() -> None:
+def test_accepted_drafts_grow_longer_and_refused_drafts_stop() -> None:
     lookup, sequence = PromptLookup(16), make_sequence(SamplingParams(), (1, 2, 3, 4, 5) * 20)
     lengths = []
     for _ in range(6):
@@ -88,7 +88,7 @@ def test_accepted_drafts_grow_and_refused_ones_fall_silent() -> None:
     assert proposals < 40
 
 
-def test_silence_ends_when_drafts_pay_again() -> None:
+def test_drafts_resume_when_they_are_accepted_again() -> None:
     lookup, sequence = PromptLookup(8), make_sequence(SamplingParams(), (1, 2, 3, 4, 5) * 4)
     for step in range(6):
         lookup(sequence)
@@ -104,12 +104,12 @@ def test_silence_ends_when_drafts_pay_again() -> None:
     assert accepted > 60
 
 
-def test_sequences_that_get_no_draft() -> None:
+def test_a_sequence_with_speculate_false_gets_no_draft() -> None:
     silent = make_sequence(SamplingParams(speculate=False), (1, 2, 3) * 5)
     assert PromptLookup(4)(silent) == ()
 
 
-def test_a_draft_beside_a_token_in_flight_is_compared_when_all_of_it_came() -> None:
+def test_a_draft_beside_a_token_in_flight_is_judged_after_all_its_tokens() -> None:
     sequence = make_sequence(SamplingParams(), (1, 2, 3) * 5)
     sequence.num_inflight = 1
     lookup = PromptLookup(16)
@@ -120,7 +120,7 @@ def test_a_draft_beside_a_token_in_flight_is_compared_when_all_of_it_came() -> N
     assert lengths == [5, 5, 5, 5, 5, 9]
 
 
-def test_release_forgets() -> None:
+def test_release_drops_the_index_of_a_sequence() -> None:
     lookup, sequence = PromptLookup(4), make_sequence(SamplingParams(), (1, 2, 3) * 5)
     assert lookup(sequence)
     lookup.release(sequence)

@@ -28,11 +28,11 @@ def item(
     )
 
 
-def test_a_step_without_given_tokens_has_none() -> None:
+def test_a_step_without_given_tokens_has_no_scored_rows() -> None:
     assert ScoredRows.of([item((2, 3, 4), 0, 3, samples=True)]) is None
 
 
-def test_scored_rows_and_others_stand_in_the_order_of_the_items() -> None:
+def test_scored_and_sampled_rows_are_in_the_order_of_the_items() -> None:
     items = [
         item((2, 3, 4), 0, 3, samples=True),  # row 0
         item((5, 6, 7, 8), 0, 2, samples=False, top=2),  # rows 1 and 2: tokens 6 and 7
@@ -54,7 +54,7 @@ def test_scored_rows_and_others_stand_in_the_order_of_the_items() -> None:
         assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=2e-6)
 
 
-def test_many_rows_and_more_top_tokens_than_the_vocabulary_has() -> None:
+def test_many_scored_rows_are_exact_with_top_tokens_cut_to_the_vocabulary() -> None:
     prompt = tuple(index % VOCAB for index in range(71))
     rows = ScoredRows.of([item(prompt, 0, 70, samples=False, top=100)])
     assert rows is not None
@@ -68,7 +68,7 @@ def test_many_rows_and_more_top_tokens_than_the_vocabulary_has() -> None:
     assert {len(entry.top) for entry in found} == {VOCAB}
 
 
-def test_logits_that_are_no_numbers_fail_their_item_alone() -> None:
+def test_nan_logits_of_a_scored_row_fail_only_their_item() -> None:
     items = [item((5, 6, 7, 8), 0, 2, samples=False, top=0) for _ in range(2)]
     rows = ScoredRows.of(items)
     assert rows is not None

@@ -69,7 +69,7 @@ class OracleProposer:
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(sorted(KINDS)), st.integers(0, 1000), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
-def test_any_proposer_leaves_the_tokens_as_they_are(name: str, seed: int, quality: float) -> None:
+def test_drafts_of_any_quality_change_no_token(name: str, seed: int, quality: float) -> None:
     truth = without_drafts(name, seed, 30)
     proposer = OracleProposer(truth, random.Random(seed), quality)
     sequence = make_sequence(KINDS[name], seed=seed)
@@ -94,7 +94,7 @@ def test_right_drafts_save_steps(name: str) -> None:
     assert len(proposer.lengths) < 0.6 * len(truth)
 
 
-def test_prompt_lookup_drafts_with_batch_mates() -> None:
+def test_prompt_lookup_in_a_batch_changes_no_token() -> None:
     """A repetitive model, so that the lookup finds something; sequences with and without drafts
     together.
     """
@@ -120,7 +120,7 @@ def test_prompt_lookup_drafts_with_batch_mates() -> None:
     assert next(steps) - before < 50
 
 
-def test_rows_after_a_rejected_draft_do_not_count() -> None:
+def test_rows_after_a_rejected_draft_are_ignored() -> None:
     model = ToyModel(VOCAB)
     right = generate(make_sampler(VOCAB), model, [make_sequence(KINDS["greedy"])], 3)[0]
     item = plan_item(make_sequence(KINDS["greedy"]), (right[0], (right[1] + 1) % VOCAB, right[2]))

@@ -165,7 +165,9 @@ def test_an_answer_is_drawn_by_the_rules_with_each_backend(
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("quality", [0.0, 0.6, 1.0])
-def test_drafts_right_or_wrong_leave_the_answer_as_it_is(name: str, quality: float) -> None:
+def test_right_or_wrong_drafts_change_no_answer_under_token_rules(
+    name: str, quality: float
+) -> None:
     truth, draw = plain_answer(name), random.Random(5)
 
     def propose(sequence: Sequence) -> tuple[int, ...]:
@@ -177,13 +179,13 @@ def test_drafts_right_or_wrong_leave_the_answer_as_it_is(name: str, quality: flo
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_token_that_the_host_does_not_have_yet_counts(name: str) -> None:
+def test_token_rules_count_a_token_in_flight(name: str) -> None:
     sampler = make_sampler(VOCAB)
     assert generate_a_step_late(sampler, toy(), ruled(name), NUM_TOKENS) == plain_answer(name)
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_an_answer_resumed_anywhere_goes_on_as_it_would_have(name: str) -> None:
+def test_an_answer_with_token_rules_resumed_anywhere_continues_the_same(name: str) -> None:
     truth = plain_answer(name)
     for known in range(1, NUM_TOKENS):
         resumed = ruled(name, output=tuple(truth[:known]))
@@ -191,7 +193,7 @@ def test_an_answer_resumed_anywhere_goes_on_as_it_would_have(name: str) -> None:
         assert rest == truth
 
 
-def test_forced_tokens_stand_at_the_first_and_at_the_last_position() -> None:
+def test_forced_tokens_are_at_the_first_and_the_last_position() -> None:
     """Whatever else is asked for, and after a prompt of any length."""
     params = SamplingParams(
         temperature=0.0, min_tokens=4, logit_bias={5: 100.0}, forced_bos_token_id=7,
@@ -220,7 +222,7 @@ def draw(sampler: Sampler, logits: Tensor, sequence: Sequence) -> int:
     return tokens[0][0]
 
 
-def test_a_sequence_with_no_token_left_fails_alone() -> None:
+def test_a_sequence_whose_tokens_are_all_banned_fails_alone() -> None:
     ruled = make_sequence(SamplingParams(no_repeat_ngram_size=1), tuple(range(VOCAB)))
     items = [plan_item(make_sequence(SamplingParams())), plan_item(ruled)]
     tokens, _, errors = make_sampler(VOCAB).sample(torch.zeros(2, VOCAB), items).finish()
@@ -229,7 +231,7 @@ def test_a_sequence_with_no_token_left_fails_alone() -> None:
     assert "no token is allowed" in errors[1]
 
 
-def test_a_release_forgets_the_tokens_and_the_step_in_flight() -> None:
+def test_release_drops_the_rules_and_the_step_in_flight() -> None:
     sampler, sequence = make_sampler(VOCAB), ruled("all")
     generate(sampler, toy(), [sequence], 3)
     sampler.release(sequence)
@@ -237,7 +239,7 @@ def test_a_release_forgets_the_tokens_and_the_step_in_flight() -> None:
     assert sampler._in_flight._launched == {}
 
 
-def test_a_request_without_rules_has_none() -> None:
+def test_a_request_without_rules_builds_no_rules() -> None:
     sampler = Sampler(VOCAB, CPU, frozenset({EOS}))
     layout = sampler.lay_out([plan_item(make_sequence(SamplingParams(temperature=0.0)))])
     assert layout.takes_argmax

@@ -55,7 +55,7 @@ parameters = st.tuples(
     st.booleans(),
     st.integers(0, 10_000),
 )
-def test_the_floor_is_that_of_a_plain_sort(
+def test_the_floor_equals_that_of_a_plain_sort(
     rows: list[tuple[int, float, float]], spread: float, coarse: bool, seed: int
 ) -> None:
     vocab = 700
@@ -78,7 +78,7 @@ def test_the_floor_is_that_of_a_plain_sort(
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9])
-def test_equal_logits_stay_together_whatever_their_order(top_p: float) -> None:
+def test_equal_logits_are_kept_or_cut_together(top_p: float) -> None:
     scaled = torch.zeros(1, 400)
     scaled[0, 100:] = -2.0
     limits = make_limits([400], [top_p], [0.0], 400)

@@ -43,7 +43,7 @@ def starts(loop: Loop, urgent: Sequence) -> int:
     return num_gone
 
 
-def test_a_row_is_of_no_use_without_blocks() -> None:
+def test_bulk_is_not_preempted_if_blocks_would_still_be_missing() -> None:
     loop = full(
         10,
         endless("standard", 1, 23, 9, priority=STANDARD),
@@ -52,14 +52,14 @@ def test_a_row_is_of_no_use_without_blocks() -> None:
     assert not starts(loop, endless("urgent", 3, 21, 3, priority=URGENT))
 
 
-def test_it_takes_as_many_as_it_needs_at_once() -> None:
+def test_an_urgent_request_preempts_several_bulk_sequences_in_one_step() -> None:
     loop = full(
         9, *(endless(f"bulk {number}", number, 9, 12, priority=BULK) for number in range(3))
     )
     assert starts(loop, endless("urgent", 5, 15, 1, priority=URGENT)) == 2
 
 
-def test_a_row_is_of_no_use_without_room_for_an_adapter() -> None:
+def test_bulk_is_not_preempted_if_an_adapter_slot_would_still_be_missing() -> None:
     standard, bulk = (
         endless("s", 1, 4, 9, priority=STANDARD, adapter="a"),
         endless("b", 2, 4, 12, priority=BULK),
@@ -69,7 +69,7 @@ def test_a_row_is_of_no_use_without_room_for_an_adapter() -> None:
     )
 
 
-def test_the_room_for_an_adapter_may_be_bulk_works() -> None:
+def test_bulk_is_preempted_for_its_adapter_slot() -> None:
     """The sequence that would be preempted first has no adapter."""
     bulk = [
         endless("without", 1, 4, 12, priority=BULK),
@@ -79,7 +79,7 @@ def test_the_room_for_an_adapter_may_be_bulk_works() -> None:
     assert starts(full(60, *bulk, max_loras=1), endless("u", 4, 4, 3, priority=URGENT, adapter="b"))
 
 
-def test_a_row_is_of_no_use_where_too_many_prefill() -> None:
+def test_bulk_is_not_preempted_if_the_prefill_limit_would_still_hold() -> None:
     settings = {
         "max_num_batched_tokens": 8,
         "max_num_partial_prefills": 1,
@@ -89,7 +89,7 @@ def test_a_row_is_of_no_use_where_too_many_prefill() -> None:
     assert not starts(full(60, *running, **settings), endless("u", 3, 30, 3, priority=URGENT))
 
 
-def test_the_prefill_too_many_may_be_bulk_works() -> None:
+def test_a_bulk_prefill_is_preempted_for_its_place_in_the_prefill_limit() -> None:
     settings = {
         "max_num_batched_tokens": 8,
         "max_num_partial_prefills": 1,
@@ -99,7 +99,7 @@ def test_the_prefill_too_many_may_be_bulk_works() -> None:
     assert starts(full(60, *running, **settings), endless("u", 3, 30, 3, priority=URGENT))
 
 
-def test_blocks_that_it_shares_are_none_that_it_lacks() -> None:
+def test_cached_blocks_of_an_urgent_request_do_not_count_as_missing() -> None:
     standard, bulk = (
         endless("standard", 1, 20, 9, priority=STANDARD),
         endless("bulk", 2, 4, 12, priority=BULK),
@@ -107,7 +107,7 @@ def test_blocks_that_it_shares_are_none_that_it_lacks() -> None:
     assert starts(full(8, standard, bulk), endless("urgent", 1, 22, 3, priority=URGENT))
 
 
-def test_blocks_that_it_shares_with_bulk_work_are_no_gain() -> None:
+def test_blocks_shared_with_bulk_work_do_not_count_as_freed() -> None:
     standard, bulk = (
         endless("standard", 1, 17, 9, priority=STANDARD),
         endless("bulk", 2, 8, 12, priority=BULK),
@@ -115,7 +115,7 @@ def test_blocks_that_it_shares_with_bulk_work_are_no_gain() -> None:
     assert not starts(full(9, standard, bulk), endless("urgent", 2, 18, 3, priority=URGENT))
 
 
-def test_blocks_that_only_bulk_work_shares_come_free_with_the_last_of_it() -> None:
+def test_blocks_shared_among_bulk_sequences_are_freed_with_the_last_of_them() -> None:
     bulk = [endless("bulk", 1, 15, 9, priority=BULK, choice=choice) for choice in range(2)]
     loop = Loop.build(make_cache(10), policy="priority", max_num_seqs=2)
     loop.add(*bulk)
@@ -128,7 +128,7 @@ def test_blocks_that_only_bulk_work_shares_come_free_with_the_last_of_it() -> No
     loop.assert_truth()
 
 
-def test_blocks_that_left_a_window_are_none_that_it_lacks() -> None:
+def test_cached_blocks_before_a_window_do_not_count_as_missing() -> None:
     """The last two of six cached blocks are visible; from 19 blocks more and more are taken."""
     fits = []
     for num_taken in range(18):
@@ -147,7 +147,7 @@ def test_blocks_that_left_a_window_are_none_that_it_lacks() -> None:
     assert set(fits) == {True, False}
 
 
-def test_a_block_that_another_sequence_fills_is_none_that_an_offloaded_one_shares() -> None:
+def test_an_offloaded_sequence_does_not_count_blocks_that_another_is_filling() -> None:
     """It needs three blocks for itself, and two of four are free."""
     cache = make_cache(5, num_host_blocks=4)
     kv = KVManager(cache, model_key="m", max_chunk=8, safety_margin=0.0)

@@ -36,7 +36,7 @@ def launched(loop: Loop) -> tuple[StepPlan, StepOutput]:
 
 
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
-def test_the_same_tokens_as_synchronously(policy: str) -> None:
+def test_asynchronous_steps_give_the_synchronous_tokens(policy: str) -> None:
     said = []
     for is_async in (False, True):
         loop = Loop.build(
@@ -58,7 +58,7 @@ def test_the_same_tokens_as_synchronously(policy: str) -> None:
     assert said[0] == said[1]
 
 
-def test_a_step_is_planned_on_a_token_that_is_not_read_yet() -> None:
+def test_a_step_is_planned_before_its_token_is_read() -> None:
     sequence = endless("a", 1, 5, 9)
     loop = ahead(sequence)
     first, output = launched(loop)
@@ -78,7 +78,7 @@ def test_no_step_is_planned_past_the_last_token() -> None:
     assert loop.plan().is_empty
 
 
-def test_an_end_found_one_step_late_costs_one_token_and_leaves_no_trace() -> None:
+def test_a_token_computed_after_a_late_found_end_is_dropped() -> None:
     """A stop token is found while the next step is in flight: that step's result is dropped."""
     sequence = endless("a", 1, 4, 20)
     token = _first_token(loop := ahead(sequence))
@@ -102,7 +102,7 @@ def _first_token(loop: Loop) -> int:
 
 
 @pytest.mark.parametrize("when", ["before the step", "in flight", "two in flight"])
-def test_a_cancelled_request_has_no_further_events_and_the_loop_goes_on(when: str) -> None:
+def test_a_cancelled_request_has_no_further_events_and_others_continue(when: str) -> None:
     """A cancel while the step that completes a block is in flight does not end the loop."""
     loop = ahead(endless("a", 1, 3, 9), endless("b", 2, 3, 9))
     steps = {"before the step": 0, "in flight": 1, "two in flight": 2}[when]
@@ -119,7 +119,7 @@ def test_a_cancelled_request_has_no_further_events_and_the_loop_goes_on(when: st
     assert loop.scheduler.snapshot().blocks_free == 63
 
 
-def test_a_preempted_sequences_result_in_flight_is_stale() -> None:
+def test_a_preempted_sequence_s_result_in_flight_is_dropped() -> None:
     loop = ahead(endless("a", 1, 8, 20), endless("b", 2, 8, 20), num_blocks=9)
     loop.run()
     loop.assert_truth()
@@ -129,7 +129,7 @@ def test_a_preempted_sequences_result_in_flight_is_stale() -> None:
 
 
 @pytest.mark.parametrize(("num_bulk", "length"), [(2, 14), (3, 6), (3, 14)])
-def test_what_an_urgent_request_takes_from_bulk_work_is_not_given_back(
+def test_blocks_freed_for_an_urgent_request_are_not_taken_by_bulk(
     num_bulk: int, length: int
 ) -> None:
     """Blocks that a step in flight may write come free after it: no sequence starts until then."""
@@ -149,7 +149,7 @@ def test_what_an_urgent_request_takes_from_bulk_work_is_not_given_back(
     loop.assert_truth()
 
 
-def test_an_id_that_comes_back_does_not_get_its_predecessors_token() -> None:
+def test_a_reused_request_id_does_not_get_a_token_of_its_predecessor() -> None:
     loop = ahead(endless("a", 1, 3, 9))
     plan, output = launched(loop)
     loop.cancel("a")
@@ -160,7 +160,7 @@ def test_an_id_that_comes_back_does_not_get_its_predecessors_token() -> None:
     assert loop.tokens["a", 0] == loop.truth["a", 0]
 
 
-def test_a_failed_step_takes_the_one_on_top_of_it_along() -> None:
+def test_a_failed_step_voids_the_step_on_top_of_it() -> None:
     loop = ahead(endless("a", 1, 5, 6), endless("b", 2, 5, 6))
     first, _ = launched(loop)
     second, _ = launched(loop)
@@ -174,7 +174,7 @@ def test_a_failed_step_takes_the_one_on_top_of_it_along() -> None:
 
 
 @pytest.mark.parametrize("num_right", [0, 2, 3, 5])
-def test_drafts_beside_a_step_in_flight(num_right: int) -> None:
+def test_drafts_beside_a_step_in_flight_change_no_token(num_right: int) -> None:
     """The first proposed token stands for the one in flight, and the step after drafts is missed:
     5 right ones give 5 tokens in 2 steps.
     """
@@ -196,7 +196,7 @@ def test_drafts_beside_a_step_in_flight(num_right: int) -> None:
         assert loop.scheduler.snapshot().accepted_tokens >= 16
 
 
-def test_others_go_on_beside_a_sequence_whose_drafts_are_verified() -> None:
+def test_other_sequences_step_while_one_s_drafts_are_verified() -> None:
     truth = expected_tokens(endless("a", 1, 6, 30))
     loop = ahead(
         endless("b", 2, 6, 30),
@@ -222,7 +222,7 @@ def test_a_step_on_top_of_a_failed_one_has_no_token_in_flight() -> None:
     assert sequence.num_inflight == 0
 
 
-def test_nothing_more_is_preempted_for_blocks_that_come_free_with_the_step_in_flight() -> None:
+def test_no_further_sequence_is_preempted_for_blocks_freed_after_the_step_in_flight() -> None:
     """The first victim's blocks may still be written: they suffice one step later."""
     loop = Loop.build(make_cache(11), is_async=True, max_num_seqs=6)
     loop.add(*[endless(f"r{index}", index, 4 + index % 3, 20) for index in range(6)])
@@ -243,7 +243,7 @@ def test_an_output_of_another_step_is_refused() -> None:
         loop.scheduler.commit(plan, output)
 
 
-def test_the_fake_device_notices_a_wrong_block_table() -> None:
+def test_the_fake_device_detects_a_wrong_block_table() -> None:
     """The tests above mean something only if wrong bookkeeping is seen."""
     loop = Loop.build()
     a, b = endless("a", 1, 6, 5), endless("b", 2, 6, 5)

@@ -68,14 +68,14 @@ def filled(policy: str, waiting: int, running: int = 8, blocked_by: str = "rows"
 
 @pytest.mark.parametrize("blocked_by", ["rows", "blocks"])
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
-def test_the_backlog_costs_nothing(policy: str, blocked_by: str) -> None:
+def test_a_step_s_cost_does_not_grow_with_the_backlog(policy: str, blocked_by: str) -> None:
     few, many = (
         calls_of_a_step(filled(policy, waiting, blocked_by=blocked_by)) for waiting in (40, 4_000)
     )
     assert many <= few + 20
 
 
-def test_the_batch_costs_in_proportion() -> None:
+def test_a_step_s_cost_grows_at_most_in_proportion_to_the_batch() -> None:
     small, large = (calls_of_a_step(filled("fifo", 10, running)) for running in (16, 128))
     assert large <= 8 * small
 

@@ -51,7 +51,7 @@ def test_eos_ends_with_stop_and_is_the_last_token() -> None:
         (SamplingParams(), (7, 8, 9), FinishReason.LENGTH),
     ],
 )
-def test_stop_conditions(
+def test_each_stop_condition_ends_the_answer_with_its_reason(
     params: SamplingParams, tokens: tuple[int, ...], reason: FinishReason
 ) -> None:
     loop = Loop.build()
@@ -61,7 +61,7 @@ def test_stop_conditions(
     assert step_with(loop, tokens[-1])[0].finish_reason is reason
 
 
-def test_resumed_tokens_count_and_are_not_events_again() -> None:
+def test_resumed_tokens_count_towards_the_length_and_give_no_events() -> None:
     loop = Loop.build()
     whole = endless("whole", 1, 6, 8)
     said = expected_tokens(whole)
@@ -112,7 +112,7 @@ def test_cancelling_frees_every_block_in_every_state(
     assert not held_blocks(loop.scheduler.kv.tier.pool)
 
 
-def test_one_choice_can_be_cancelled() -> None:
+def test_a_single_choice_can_be_cancelled() -> None:
     loop = Loop.build()
     loop.add(*[endless("a", 1, 6, 6, choice=choice, seed=choice) for choice in range(3)])
     loop.step()
@@ -125,7 +125,7 @@ def test_one_choice_can_be_cancelled() -> None:
     assert loop.ends["a", 1] is loop.ends["a", 2] is FinishReason.LENGTH
 
 
-def test_deadlines_end_the_waiting_and_the_running() -> None:
+def test_deadlines_end_waiting_and_running_requests() -> None:
     loop = Loop.build(max_num_seqs=1)
     now = loop.clock.now
     loop.add(
@@ -143,7 +143,7 @@ def test_deadlines_end_the_waiting_and_the_running() -> None:
     assert loop.ends["in time", 0] is FinishReason.LENGTH
 
 
-def test_a_device_error_ends_one_sequence_and_no_other() -> None:
+def test_a_device_error_of_one_sequence_ends_only_that_sequence() -> None:
     loop = Loop.build()
     loop.add(endless("a", 1, 4, 5), endless("b", 2, 4, 5))
     plan = loop.scheduler.plan()
@@ -161,7 +161,7 @@ def test_a_device_error_ends_one_sequence_and_no_other() -> None:
     assert loop.ends["b", 0] is FinishReason.LENGTH
 
 
-def test_an_error_for_which_the_request_is_to_blame_has_its_code() -> None:
+def test_an_error_caused_by_the_request_has_the_code_invalid_request() -> None:
     loop = Loop.build()
     loop.add(endless("a", 1, 4, 5))
     plan = loop.scheduler.plan()
@@ -171,7 +171,7 @@ def test_an_error_for_which_the_request_is_to_blame_has_its_code() -> None:
     assert type(event.error) is str
 
 
-def test_drafts_are_accepted_as_far_as_they_are_right() -> None:
+def test_drafts_are_accepted_up_to_the_first_wrong_token() -> None:
     truth = expected_tokens(endless("a", 1, 6, 30))
     wrong = [(token + 1) % 50 for token in truth]
 
@@ -189,7 +189,7 @@ def test_drafts_are_accepted_as_far_as_they_are_right() -> None:
     assert stats.draft_tokens > stats.accepted_tokens
 
 
-def test_drafts_use_only_what_budget_and_blocks_are_left() -> None:
+def test_drafts_use_only_budget_and_blocks_that_are_left() -> None:
     loop = Loop.build(
         make_cache(9),
         proposer=lambda sequence: Draft((1,) * 20),
@@ -213,7 +213,7 @@ def test_a_request_can_refuse_drafts() -> None:
     assert loop.scheduler.snapshot().draft_tokens == 0
 
 
-def test_a_stop_inside_accepted_drafts_cuts_the_rest() -> None:
+def test_a_stop_token_inside_accepted_drafts_cuts_the_rest() -> None:
     loop = Loop.build(proposer=lambda sequence: Draft((7, EOS, 8)))
     loop.scheduler.add([make_sequence("a", [5, 6], 9)])
     step_with(loop, 3)
@@ -227,7 +227,7 @@ def test_a_stop_inside_accepted_drafts_cuts_the_rest() -> None:
     check_integrity(loop.scheduler)
 
 
-def test_deadlines_of_the_ended_are_forgotten_long_before_they_pass() -> None:
+def test_deadlines_of_ended_requests_are_dropped_before_they_pass() -> None:
     loop = Loop.build(max_num_seqs=8)
     loop.checks = False
     far = loop.clock.now + 86_400

@@ -46,7 +46,7 @@ def drain(queue: WaitingQueue) -> str:
 
 
 @pytest.mark.parametrize("queue", [FifoQueue(), PriorityQueue(30.0)])
-def test_a_queue_drops_what_left_and_takes_back_what_was_popped(queue: WaitingQueue) -> None:
+def test_a_queue_drops_discarded_entries_and_takes_back_popped_ones(queue: WaitingQueue) -> None:
     every = [place(ticket) for ticket in range(300)]
     for one in every:
         queue.push(one)
@@ -87,7 +87,7 @@ def test_bulk_that_has_waited_goes_before_fresh_interactive_work() -> None:
     assert ("bulk", 0) in loop.ends
 
 
-def test_no_stream_of_deadlines_passes_for_ever() -> None:
+def test_requests_with_deadlines_do_not_pass_an_aged_request_for_ever() -> None:
     queue = PriorityQueue(10.0)
     queue.push(place(0, rank=0, at=0.0))
     for ticket in range(1, 9):
@@ -122,7 +122,7 @@ def test_a_tenant_with_twice_the_cost_per_request_gets_half_as_many() -> None:
     assert (finished.count("light"), finished.count("heavy")) == (6, 3)
 
 
-def test_a_pause_earns_no_credit() -> None:
+def test_a_tenant_earns_no_credit_while_it_has_no_requests() -> None:
     queue = PriorityQueue(30.0)
     queue.push(place(0, tenant="busy"))
     for _ in range(3):
@@ -140,7 +140,7 @@ def test_a_pause_earns_no_credit() -> None:
     assert taken[:2] != ["back", "back"], "it does not catch up on 3000 tokens"
 
 
-def test_a_class_that_was_served_less_gives_newcomers_of_another_no_credit() -> None:
+def test_a_newcomer_gets_no_credit_from_a_less_served_class() -> None:
     queue = PriorityQueue(30.0)
     queue.push(place(0, rank=2, tenant="low"))
     queue.charge("much", 1000)
@@ -154,7 +154,7 @@ def test_a_class_that_was_served_less_gives_newcomers_of_another_no_credit() -> 
 
 
 @pytest.mark.parametrize("max_bypass", [0, 4])
-def test_interactive_takes_the_place_of_bulk_but_not_of_standard(max_bypass: int) -> None:
+def test_an_interactive_request_preempts_bulk_but_not_standard(max_bypass: int) -> None:
     for priority, preempts in ((2, True), (1, False)):
         loop = Loop.build(policy="priority", max_num_seqs=2, max_bypass=max_bypass)
         loop.add(
@@ -170,7 +170,7 @@ def test_interactive_takes_the_place_of_bulk_but_not_of_standard(max_bypass: int
 
 
 @pytest.mark.parametrize("priority", [0, 1])
-def test_an_interactive_request_does_not_wait_for_the_choices_of_another(priority: int) -> None:
+def test_an_interactive_request_starts_beside_another_s_many_choices(priority: int) -> None:
     loop = Loop.build(policy="priority", max_num_seqs=8)
     params = SamplingParams(n=16, max_tokens=30, ignore_eos=True)
     loop.add(*_validated("many", params, priority))
@@ -192,7 +192,7 @@ def _validated(name: str, params: SamplingParams, priority: int) -> list[Sequenc
     return RequestValidator(vocab_size=100, max_model_len=200).validate(request)
 
 
-def test_bulk_that_was_preempted_often_keeps_its_place() -> None:
+def test_bulk_that_was_preempted_often_is_not_preempted() -> None:
     loop = Loop.build(policy="priority", max_num_seqs=1)
     loop.add(endless("bulk", 1, 4, 30, priority=2, preemptions=PROTECTED_AFTER))
     loop.step()
@@ -201,7 +201,7 @@ def test_bulk_that_was_preempted_often_keeps_its_place() -> None:
     assert loop.scheduler.snapshot().preemptions == 0
 
 
-def test_bulk_that_aged_to_the_most_urgent_class_keeps_its_place() -> None:
+def test_bulk_aged_to_the_most_urgent_class_is_not_preempted() -> None:
     loop = Loop.build(policy="priority", max_num_seqs=1, ageing_s=30.0)
     loop.add(endless("first", 1, 4, 90, priority=0), endless("bulk", 2, 4, 30, priority=2))
     for _ in range(2):
@@ -215,7 +215,7 @@ def test_bulk_that_aged_to_the_most_urgent_class_keeps_its_place() -> None:
     assert [item.sequence.request_id for item in loop.plans[-1].scheduled] == ["bulk"]
 
 
-def test_interactive_takes_blocks_from_bulk_only_if_that_helps() -> None:
+def test_an_interactive_request_preempts_bulk_only_if_it_can_start_then() -> None:
     loop = Loop.build(make_cache(9), policy="priority")
     loop.add(endless("standard", 1, 12, 5, priority=1), endless("bulk", 2, 8, 5, priority=2))
     loop.step()
@@ -231,7 +231,7 @@ def test_interactive_takes_blocks_from_bulk_only_if_that_helps() -> None:
 
 
 @pytest.mark.parametrize(("length", "preempts"), [(80, True), (84, False)])
-def test_interactive_disturbs_no_bulk_where_the_safety_margin_would_refuse_it_still(
+def test_an_interactive_request_preempts_no_bulk_if_the_safety_margin_would_still_refuse(
     length: int, preempts: bool
 ) -> None:
     """The standard sequence needs 16 of the 40 blocks, and the safety margin is 4."""
@@ -259,7 +259,7 @@ def test_fifo_does_not_preempt_to_admit() -> None:
 
 @pytest.mark.parametrize("preempt", ["least_wasted", "newest", "oldest"])
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
-def test_under_unending_load_every_request_finishes(policy: str, preempt: str) -> None:
+def test_every_request_finishes_under_endless_load(policy: str, preempt: str) -> None:
     """More requests of all classes and sizes arrive than a tight pool can serve.
 
     The first hundred must all end.

@@ -38,7 +38,7 @@ def chunks(loop: Loop) -> list[dict[str, int]]:
     ]
 
 
-def test_a_long_prompt_is_cut_to_the_threshold_while_others_are_there() -> None:
+def test_a_long_prompt_beside_others_is_cut_to_the_threshold() -> None:
     loop = Loop.build(max_num_batched_tokens=20, long_prefill_token_threshold=6)
     loop.add(make_sequence("long", prompt(1, 40), 1), make_sequence("short", prompt(2, 5), 9))
     loop.step()
@@ -46,7 +46,7 @@ def test_a_long_prompt_is_cut_to_the_threshold_while_others_are_there() -> None:
     assert chunks(loop) == [{"long": 6, "short": 5}, {"short": 1, "long": 6}]
 
 
-def test_a_lone_long_prompt_is_cut_to_the_threshold_too() -> None:
+def test_a_lone_long_prompt_is_cut_to_the_threshold() -> None:
     loop = Loop.build(max_num_batched_tokens=20, long_prefill_token_threshold=6)
     loop.add(make_sequence("long", prompt(1, 40), 1))
     loop.run()
@@ -54,7 +54,7 @@ def test_a_lone_long_prompt_is_cut_to_the_threshold_too() -> None:
     loop.assert_truth()
 
 
-def test_a_sequence_may_fill_the_models_length_and_not_begin_there() -> None:
+def test_a_sequence_may_end_at_the_model_s_length_but_not_begin_there() -> None:
     loop = Loop.build(make_cache(100))
     loop.add(make_sequence("fits", prompt(1, MAX_MODEL_LEN - 1), 1))
     loop.run()
@@ -99,14 +99,14 @@ def test_a_threshold_alone_cuts_each_long_prompt_and_fills_the_step() -> None:
     loop.assert_truth()
 
 
-def test_several_partial_prefills_alone_allow_one_long_one_at_a_time() -> None:
+def test_several_partial_prefills_allow_one_long_prompt_by_default() -> None:
     loop = Loop.build(max_num_batched_tokens=64, max_num_partial_prefills=2)
     loop.add(make_sequence("a", prompt(1, 40), 1), make_sequence("b", prompt(2, 40), 1))
     loop.step()
     assert chunks(loop) == [{"a": int(MAX_MODEL_LEN * 0.04)}]
 
 
-def test_only_so_many_long_prompts_prefill_at_a_time_and_short_ones_pass_them() -> None:
+def test_long_prompts_prefill_up_to_their_limit_and_short_prompts_pass_them() -> None:
     loop = Loop.build(
         max_num_batched_tokens=30,
         long_prefill_token_threshold=6,
@@ -125,7 +125,7 @@ def test_only_so_many_long_prompts_prefill_at_a_time_and_short_ones_pass_them() 
     loop.assert_truth()
 
 
-def test_a_prompt_as_long_as_the_threshold_is_not_a_long_one() -> None:
+def test_a_prompt_as_long_as_the_threshold_does_not_count_as_long() -> None:
     loop = Loop.build(
         max_num_batched_tokens=8,
         long_prefill_token_threshold=6,
@@ -137,7 +137,7 @@ def test_a_prompt_as_long_as_the_threshold_is_not_a_long_one() -> None:
     assert chunks(loop) == [{"long": 6, "six": 2}]
 
 
-def test_partial_prefills_are_limited_and_whole_ones_are_not() -> None:
+def test_partial_prefills_are_limited_and_whole_prefills_are_not() -> None:
     loop = Loop.build(
         max_num_batched_tokens=20, max_num_partial_prefills=1, long_prefill_token_threshold=4
     )
@@ -147,7 +147,7 @@ def test_partial_prefills_are_limited_and_whole_ones_are_not() -> None:
     assert chunks(loop)[:4] == [{"a": 4, "c": 2}, {"a": 4}, {"a": 4, "b": 4}, {"b": 4}]
 
 
-def test_several_partial_prefills_make_four_percent_of_the_context_long() -> None:
+def test_with_several_partial_prefills_prompts_over_four_percent_of_the_context_are_long() -> None:
     loop = Loop.build(
         max_num_batched_tokens=64, max_num_partial_prefills=2, max_long_partial_prefills=2
     )
@@ -156,7 +156,7 @@ def test_several_partial_prefills_make_four_percent_of_the_context_long() -> Non
     assert chunks(loop) == [{"a": int(MAX_MODEL_LEN * 0.04), "b": int(MAX_MODEL_LEN * 0.04)}]
 
 
-def test_a_bounded_number_may_pass_a_head_that_does_not_fit() -> None:
+def test_at_most_max_bypass_requests_pass_a_head_that_does_not_fit() -> None:
     """The running sequence holds 8 to 10 of 20 blocks; the head needs 15, each small one 1."""
     loop = Loop.build(make_cache(21), max_bypass=3)
     loop.add(endless("runner", 1, 30, 8))
@@ -170,7 +170,7 @@ def test_a_bounded_number_may_pass_a_head_that_does_not_fit() -> None:
     assert finished.index("head") < finished.index("small 3")
 
 
-def test_a_head_that_starts_may_be_bypassed_as_often_once_it_waits_again() -> None:
+def test_a_head_that_started_may_be_bypassed_anew_after_preemption() -> None:
     loop = Loop.build(make_cache(21), max_bypass=3)
     loop.add(endless("runner", 1, 30, 8))
     loop.step()
@@ -184,7 +184,7 @@ def test_a_head_that_starts_may_be_bypassed_as_often_once_it_waits_again() -> No
     assert entry.bypassed == 0
 
 
-def test_a_step_without_room_leaves_the_next_sequence_to_the_next_step() -> None:
+def test_a_sequence_not_tried_in_a_full_step_is_tried_in_the_next() -> None:
     """The head does not fit, "second" fills the step, and "third" has not been tried yet."""
     loop = Loop.build(make_cache(21), max_num_batched_tokens=8)
     loop.add(endless("runner", 1, 30, 40))
@@ -196,7 +196,7 @@ def test_a_step_without_room_leaves_the_next_sequence_to_the_next_step() -> None
     assert chunks(loop)[-2:] == [{"runner": 1, "second": 7}, {"runner": 1, "second": 1, "third": 4}]
 
 
-def test_without_bypass_the_order_is_strict() -> None:
+def test_with_max_bypass_zero_the_order_is_strict() -> None:
     loop = Loop.build(make_cache(21), max_bypass=0)
     loop.add(endless("runner", 1, 30, 8))
     loop.step()
@@ -234,7 +234,7 @@ def refused(loop: Loop, *sequences: Sequence) -> RequestError:
     return caught.value
 
 
-def test_a_request_that_can_never_fit_is_refused_and_the_loop_goes_on() -> None:
+def test_a_request_that_can_never_fit_is_refused_and_others_continue() -> None:
     loop = Loop.build(make_cache(9))
     error = refused(loop, make_sequence("big", prompt(1, 33), 1))
     assert error.code == "context_length_exceeded"
@@ -252,13 +252,13 @@ def test_a_small_window_group_does_not_limit_the_length() -> None:
     loop.assert_truth()
 
 
-def test_the_models_length_is_kept() -> None:
+def test_a_request_beyond_the_model_s_length_is_refused() -> None:
     loop = Loop.build(make_cache(200))
     refused(loop, make_sequence("long", prompt(1, MAX_MODEL_LEN), 1))
     refused(loop, make_sequence("longer", prompt(1, 200), 100))
 
 
-def test_an_open_end_is_cut_to_what_fits() -> None:
+def test_a_request_without_max_tokens_is_cut_to_the_length_that_fits() -> None:
     loop = Loop.build(make_cache(9))
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     loop.add(make_sequence("open", prompt(1, 10), 0, params=params))
@@ -267,7 +267,7 @@ def test_an_open_end_is_cut_to_what_fits() -> None:
     assert loop.ends["open", 0] is FinishReason.LENGTH
 
 
-def test_a_sequence_that_leaves_a_step_gives_its_budgets_back() -> None:
+def test_a_sequence_removed_from_a_step_returns_its_budgets() -> None:
     step, sequence = StepDraft(0, tokens=100), make_given("a", [1, 2, 3], [4, 5])
     budgets = (step.tokens, step.scores, step.drafts)
     step.add(sequence, 4, True, ((), (7, 8)))
@@ -299,7 +299,7 @@ def test_a_request_id_in_use_is_refused() -> None:
     loop.assert_truth()
 
 
-def test_the_backlog_is_bounded() -> None:
+def test_a_request_beyond_the_backlog_s_limit_is_refused() -> None:
     loop = Loop.build(max_waiting=3)
     refused(loop, *[make_sequence(f"r{index}", prompt(index, 3), 1) for index in range(4)])
 

@@ -4,7 +4,7 @@ from tests.engines.own.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import SamplingParams
 
 
-def test_drafts_get_slots_that_no_running_sequence_may_need() -> None:
+def test_drafts_get_only_slots_that_no_running_sequence_may_need() -> None:
     """Three usable blocks of four tokens; each sequence has one, and may need another."""
     loop = Loop.build(make_cache(4), max_num_batched_tokens=16)
     params = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -23,7 +23,7 @@ def test_drafts_get_slots_that_no_running_sequence_may_need() -> None:
     assert lookahead.reserve(sequence, 8) == sequence.num_slots - sequence.num_tokens < 8
 
 
-def test_a_free_block_that_a_running_sequence_may_need_takes_no_drafts() -> None:
+def test_drafts_get_no_free_block_that_a_running_sequence_may_need() -> None:
     loop = Loop.build(make_cache(4), max_num_batched_tokens=16)
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     first, second = (

@@ -24,7 +24,7 @@ def shapes(loop: Loop, steps: int) -> list[list[tuple[str, int, int]]]:
     return [shape(plan) for plan in loop.plans[-steps:]]
 
 
-def test_fifo_runs_decodes_then_prefills_then_arrivals() -> None:
+def test_fifo_plans_decodes_then_prefills_then_arrivals() -> None:
     loop = Loop.build(max_num_batched_tokens=10)
     loop.add(make_sequence("a", prompt(1, 4), 9))
     loop.step()
@@ -36,7 +36,7 @@ def test_fifo_runs_decodes_then_prefills_then_arrivals() -> None:
     ]
 
 
-def test_prefill_first_lets_decodes_wait_for_a_running_prefill() -> None:
+def test_prefill_first_plans_a_running_prefill_before_decodes() -> None:
     loop = Loop.build(max_num_batched_tokens=6, policy="prefill_first")
     loop.add(make_sequence("a", prompt(1, 4), 9))
     loop.step()
@@ -60,7 +60,7 @@ def test_priority_starts_the_urgent_before_a_running_bulk_prefill() -> None:
 
 
 @pytest.mark.parametrize(("policy", "places"), [("priority", 2), ("fifo", 0)])
-def test_bulk_works_places_are_offered_to_the_urgent(policy: str, places: int) -> None:
+def test_places_held_by_bulk_count_as_free_for_urgent_jobs(policy: str, places: int) -> None:
     loop = Loop.build(max_num_seqs=3, policy=policy)
     running = [make_sequence(f"bulk {n}", prompt(n, 3), 40, priority=2) for n in range(2)]
     loop.add(*running, make_sequence("standard", prompt(5, 3), 40, priority=1))
@@ -74,7 +74,7 @@ def test_bulk_works_places_are_offered_to_the_urgent(policy: str, places: int) -
     assert (loop.scheduler.stats.preemptions == 1) is (places > 0)
 
 
-def test_free_places_that_bulk_work_waits_for_are_offered_to_the_urgent() -> None:
+def test_places_that_waiting_bulk_would_take_count_as_free_for_urgent_jobs() -> None:
     loop = Loop.build(max_num_seqs=8, max_num_batched_tokens=4, policy="priority")
     loop.add(*(make_sequence(f"bulk {n}", prompt(n, 6), 40, priority=2) for n in range(8)))
     assert (loop.scheduler.capacity().running, loop.scheduler.capacity().waiting) == (0, 8)
@@ -114,7 +114,7 @@ def test_more_decodes_than_budget_take_turns() -> None:
     assert {name: served.count(name) for name in "abc"} == {"a": 4, "b": 4, "c": 4}
 
 
-def test_the_read_budget_is_kept_and_everyone_gets_a_turn() -> None:
+def test_the_read_budget_is_kept_and_every_sequence_gets_a_turn() -> None:
     loop = Loop.build(max_read_tokens=20, max_num_seqs=4)
     for index in range(4):
         loop.add(make_sequence(f"r{index}", prompt(index, 8), 9))
@@ -128,7 +128,7 @@ def test_the_read_budget_is_kept_and_everyone_gets_a_turn() -> None:
 
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
 @pytest.mark.parametrize(("priority", "is_cached"), [(1, False), (2, False), (1, True)])
-def test_short_requests_without_end_leave_a_long_one_its_reads(
+def test_endless_short_requests_leave_a_long_request_its_reads(
     policy: str, priority: int, is_cached: bool
 ) -> None:
     """The long request is in mid-prompt, or its prompt is mostly cached.
@@ -178,7 +178,7 @@ def test_the_read_budget_serves_two_long_bulk_decodes_in_turns() -> None:
     assert (served.count("r0"), served.count("r1")) == (10, 10)
 
 
-def test_the_read_budget_rejects_no_prefill_for_ever() -> None:
+def test_the_read_budget_postpones_no_prefill_for_ever() -> None:
     """A step has reads for the first of three, and for the one that ran longest ago."""
     loop = Loop.build(
         make_cache(100),

@@ -62,7 +62,7 @@ def prefills(loop: Loop) -> list[ScheduledSequence]:
     wanted=[(2, 50, 1), (3, 1, 1), (0, 9, 1), (0, 9, 1), (0, 10, 1)],
     threshold=9, partial=None, long=None, policy="fifo", is_async=False,
 )  # fmt: skip
-def test_no_step_breaks_a_limit(
+def test_random_schedules_break_no_prefill_limit(
     wanted: list[tuple[int, int, int]],
     threshold: int,
     partial: int | None,
@@ -132,7 +132,7 @@ def test_without_chunks_a_prompt_is_taken_whole_or_waits(
     assert len(loop.ends) == len(wanted)
 
 
-def test_a_prompt_that_waits_for_room_is_bypassed_by_few() -> None:
+def test_a_prompt_that_waits_for_room_is_bypassed_a_bounded_number_of_times() -> None:
     loop = Loop.build(
         make_cache(400), enable_chunked_prefill=False, max_num_batched_tokens=20, max_bypass=1
     )
@@ -146,7 +146,7 @@ def test_a_prompt_that_waits_for_room_is_bypassed_by_few() -> None:
     assert order == ["runner", "small 0", "long", "small 1", "small 2"]
 
 
-def test_a_cached_beginning_leaves_less_to_take_whole() -> None:
+def test_a_prompt_with_a_cached_beginning_needs_budget_for_its_rest_only() -> None:
     loop = Loop.build(make_cache(400), enable_chunked_prefill=False, max_num_batched_tokens=40)
     loop.add(make_sequence("first", prompt(1, 32), 1))
     loop.run()
@@ -171,7 +171,7 @@ def test_a_cached_beginning_leaves_less_to_take_whole() -> None:
         ((6, None, 0), (6, 0, 0)),
     ],
 )
-def test_a_count_that_is_not_set_is_one_beside_the_other_count(
+def test_an_unset_prefill_limit_is_one_if_the_other_is_set(
     given: tuple[int, int | None, int | None], limits: tuple[int, int, int]
 ) -> None:
     found = PrefillLimits.of(True, *given).for_length(256)

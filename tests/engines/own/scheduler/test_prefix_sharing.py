@@ -63,7 +63,7 @@ def test_later_requests_wait_for_a_prefix_that_is_being_computed_in_chunks() -> 
     assert cached == {"first": 0, "second": 32, "other": 0}
 
 
-def test_a_chats_next_turn_finds_what_was_generated() -> None:
+def test_the_next_turn_of_a_chat_hits_the_generated_tokens() -> None:
     loop = Loop.build(make_cache(64))
     first = make_sequence(
         "turn 1", tokens(1, 10), 11, params=SamplingParams(max_tokens=11, ignore_eos=True)
@@ -88,7 +88,7 @@ def test_a_one_token_job_fills_the_cache() -> None:
     assert loop.events[-1].num_cached_tokens == 20
 
 
-def test_the_last_token_is_computed_with_its_block() -> None:
+def test_the_last_block_of_a_cached_prompt_is_computed_again() -> None:
     loop = Loop.build(make_cache(64))
     for length in (7, 7, 8, 8, 4):
         loop.add(one_token(f"r{len(loop.events)}", tokens(1, length)))
@@ -105,7 +105,7 @@ def test_tenants_do_not_share_blocks() -> None:
     assert [event.num_cached_tokens for event in loop.events] == [0, 0, 16]
 
 
-def test_after_a_failed_step_its_blocks_are_not_found() -> None:
+def test_blocks_of_a_failed_step_are_not_cached() -> None:
     """The prefix is registered before it is computed; if that fails, no sequence may use it."""
     loop = Loop.build(make_cache(64))
 
@@ -123,7 +123,7 @@ def test_after_a_failed_step_its_blocks_are_not_found() -> None:
     }
 
 
-def test_new_weights_make_everything_cached_unfindable() -> None:
+def test_after_a_reset_of_the_prefix_cache_no_block_is_hit() -> None:
     loop = Loop.build(make_cache(64))
     for name in "ab":
         loop.add(one_token(name, tokens(1, 17)))
@@ -132,7 +132,7 @@ def test_new_weights_make_everything_cached_unfindable() -> None:
     assert [event.num_cached_tokens for event in loop.events] == [0, 0]
 
 
-def test_the_cache_can_be_off() -> None:
+def test_with_the_prefix_cache_off_nothing_is_looked_up() -> None:
     """Nothing is looked up, and no look-up is counted."""
     loop = Loop.build(make_cache(64, prefix_cache=False))
     loop.add(one_token("a", tokens(1, 17)), one_token("b", tokens(1, 17)))

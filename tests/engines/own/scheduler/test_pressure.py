@@ -28,7 +28,7 @@ def long_one(name: str, seed: int, length: int, max_tokens: int, **fields: Any) 
 @pytest.mark.parametrize("num_host_blocks", [0, 20])
 @pytest.mark.parametrize("windows", [(None,), (None, 7)])
 @pytest.mark.parametrize("preempt", ["least_wasted", "newest", "oldest"])
-def test_a_pool_for_one_completes_32_requests(
+def test_a_pool_for_one_request_completes_32(
     is_async: bool, num_host_blocks: int, windows: tuple[int | None, ...], preempt: str
 ) -> None:
     cache = make_cache(9, windows=windows, num_host_blocks=num_host_blocks)
@@ -45,7 +45,7 @@ def test_a_pool_for_one_completes_32_requests(
 
 
 @pytest.mark.parametrize("preempt", ["least_wasted", "newest"])
-def test_a_newcomer_does_not_take_the_blocks_that_it_must_leave_free(preempt: str) -> None:
+def test_a_newcomer_does_not_start_if_running_sequences_may_need_its_blocks(preempt: str) -> None:
     """An admission leaves free a block for each running sequence. If the newcomer took it all the
     same, it would be preempted by the next step, for ever.
     """
@@ -68,7 +68,7 @@ def test_a_newcomer_does_not_take_the_blocks_that_it_must_leave_free(preempt: st
     loop.assert_truth()
 
 
-def test_a_soft_reset_keeps_the_object_and_repeats_no_event() -> None:
+def test_a_preempted_sequence_is_recomputed_without_repeating_an_event() -> None:
     loop = Loop.build(make_cache(9), max_num_seqs=2)
     sequences = [long_one("a", 1, 8, 20), long_one("b", 2, 8, 20)]
     loop.add(*sequences)
@@ -85,7 +85,7 @@ def test_a_soft_reset_keeps_the_object_and_repeats_no_event() -> None:
     assert stats.recomputed_tokens > 0
 
 
-def test_with_a_host_pool_the_victim_is_offloaded_and_nothing_recomputed() -> None:
+def test_a_preempted_sequence_is_offloaded_to_the_host_pool_without_recomputation() -> None:
     loop = Loop.build(make_cache(9, num_host_blocks=16), max_num_seqs=2)
     loop.add(long_one("a", 1, 8, 20), long_one("b", 2, 8, 20))
     states = set()
@@ -102,7 +102,7 @@ def test_with_a_host_pool_the_victim_is_offloaded_and_nothing_recomputed() -> No
     assert loop.device.computed == 2 * (8 + 19)
 
 
-def test_a_block_that_came_back_half_filled_is_shared_only_once_it_is_full() -> None:
+def test_a_restored_partial_block_is_shared_only_after_it_is_full() -> None:
     """The sequence is preempted in its prompt and returns for a step that does not fill the block.
 
     Then it is cancelled.
@@ -125,7 +125,7 @@ def test_a_block_that_came_back_half_filled_is_shared_only_once_it_is_full() -> 
     loop.assert_truth()
 
 
-def test_a_full_host_pool_falls_back_to_a_soft_reset() -> None:
+def test_with_a_full_host_pool_a_preempted_sequence_is_recomputed() -> None:
     loop = Loop.build(make_cache(9, num_host_blocks=1), max_num_seqs=2)
     loop.add(long_one("a", 1, 8, 20), long_one("b", 2, 8, 20))
     loop.run()
@@ -133,7 +133,7 @@ def test_a_full_host_pool_falls_back_to_a_soft_reset() -> None:
     assert loop.scheduler.snapshot().recomputed_tokens > 0
 
 
-def test_an_evicted_prefix_comes_back_from_the_host() -> None:
+def test_an_evicted_prefix_is_restored_from_the_host() -> None:
     loop = Loop.build(make_cache(9, num_host_blocks=16))
     loop.add(make_sequence("a", prompt(1, 17), 1))
     loop.run()
@@ -148,7 +148,7 @@ def test_an_evicted_prefix_comes_back_from_the_host() -> None:
     assert loop.device.computed == 17 + 30 + 1
 
 
-def test_without_a_host_pool_it_is_computed_again() -> None:
+def test_without_a_host_pool_an_evicted_prefix_is_computed_again() -> None:
     loop = Loop.build(make_cache(9))
     for name, seed, length in (("a", 1, 17), ("b", 2, 30), ("a again", 1, 17)):
         loop.add(make_sequence(name, prompt(seed, length), 1))
@@ -170,19 +170,19 @@ def places(
 @pytest.mark.parametrize(
     ("rule", "order"), [("newest", "3210"), ("oldest", "0123"), ("least_wasted", "2310")]
 )  # fmt: skip
-def test_the_rule_decides_within_a_class(rule: str, order: str) -> None:
+def test_the_preempt_rule_orders_victims_within_a_class(rule: str, order: str) -> None:
     found = places(committed=[50, 9, 4, 4 + 1], ranks=[1] * 4, preemptions=[0] * 4)
     assert "".join(s.request_id for s in victims_first(found, found, rule)) == order  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rule", ["newest", "oldest", "least_wasted"])
-def test_the_lowest_class_goes_first_whatever_the_rule(rule: str) -> None:
+def test_the_lowest_class_is_preempted_first_under_every_rule(rule: str) -> None:
     found = places(committed=[5, 5, 5], ranks=[0, 2, 1], preemptions=[0, PROTECTED_AFTER, 0])
     assert [s.request_id for s in victims_first(found, found, rule)] == ["1", "2", "0"]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rule", ["newest", "oldest", "least_wasted"])
-def test_a_sequence_preempted_often_is_spared(rule: str) -> None:
+def test_a_sequence_preempted_often_is_the_last_victim(rule: str) -> None:
     found = places(
         committed=[1, 2, 3], ranks=[1] * 3, preemptions=[PROTECTED_AFTER, 0, PROTECTED_AFTER]
     )
@@ -211,7 +211,7 @@ def test_a_preempted_sequence_keeps_its_place_before_later_arrivals() -> None:
     assert finished[:2] == ["a", "b"]
 
 
-def test_decodes_keep_going_below_the_safety_margin_but_nothing_new_starts() -> None:
+def test_decodes_use_the_safety_margin_but_new_requests_do_not() -> None:
     loop = Loop.build(make_cache(21), safety_margin=0.5)
     loop.add(long_one("a", 1, 28, 20))  # 7 of 20 blocks
     loop.step()
@@ -225,7 +225,7 @@ def test_decodes_keep_going_below_the_safety_margin_but_nothing_new_starts() -> 
     loop.assert_truth()
 
 
-def test_what_a_failed_step_was_to_copy_to_the_host_is_not_trusted() -> None:
+def test_host_blocks_of_a_failed_step_s_copies_are_not_hit() -> None:
     """The step that needs the blocks of "a" evicts them to the host, and fails before the copies.
     Run once more, it has nothing to copy."""
     loop = Loop.build(make_cache(9, num_host_blocks=16))
@@ -241,7 +241,7 @@ def test_what_a_failed_step_was_to_copy_to_the_host_is_not_trusted() -> None:
     assert loop.events[-1].num_cached_tokens == 0
 
 
-def test_a_victim_whose_copy_failed_is_computed_again() -> None:
+def test_a_sequence_whose_offload_failed_is_computed_again() -> None:
     loop = Loop.build(make_cache(9, num_host_blocks=16), max_num_seqs=2)
     loop.add(long_one("a", 1, 8, 20), long_one("b", 2, 8, 20))
     failures = [True]
@@ -253,7 +253,7 @@ def test_a_victim_whose_copy_failed_is_computed_again() -> None:
     assert loop.scheduler.snapshot().recomputed_tokens > 0
 
 
-def test_blocks_that_a_failed_step_was_to_restore_are_not_trusted() -> None:
+def test_blocks_of_a_failed_restore_are_computed_again() -> None:
     loop = Loop.build(make_cache(9, num_host_blocks=16), max_num_seqs=2)
     loop.add(long_one("a", 1, 8, 20), long_one("b", 2, 8, 20))
     failures = [True]
@@ -268,7 +268,7 @@ def test_blocks_that_a_failed_step_was_to_restore_are_not_trusted() -> None:
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("windows", [(None,), (None, 8), (8,)])
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
-def test_everything_at_once_in_a_tight_pool(
+def test_shared_prompts_choices_and_preemption_together_give_the_true_tokens(
     policy: str, is_async: bool, windows: tuple[int | None, ...], num_host_blocks: int
 ) -> None:
     """Shared prompts, several choices, preemption and offload."""
@@ -296,7 +296,7 @@ def test_everything_at_once_in_a_tight_pool(
     loop.assert_truth()
 
 
-def test_new_weights_make_an_offloaded_sequence_begin_again() -> None:
+def test_after_a_reset_of_the_prefix_cache_an_offloaded_sequence_is_recomputed() -> None:
     loop = Loop.build(make_cache(9, num_host_blocks=16), max_num_seqs=2)
     loop.add(long_one("a", 1, 8, 20), long_one("b", 2, 8, 20))
     while not loop.scheduler.snapshot().num_offloaded:
@@ -308,7 +308,7 @@ def test_new_weights_make_an_offloaded_sequence_begin_again() -> None:
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, None)])
-def test_a_preempted_sequence_comes_back_only_with_room_to_grow(
+def test_a_preempted_sequence_is_readmitted_only_with_room_to_grow(
     windows: tuple[None, ...],
 ) -> None:
     """A sequence without it would be the next victim: these six would be preempted ten times."""
@@ -319,7 +319,7 @@ def test_a_preempted_sequence_comes_back_only_with_room_to_grow(
     assert loop.scheduler.snapshot().preemptions <= 6
 
 
-def test_a_failed_step_leaves_nothing_registered() -> None:
+def test_a_failed_step_leaves_no_hash_registered() -> None:
     loop = Loop.build()
     loop.scheduler.add([long_one("a", 1, 20, 4)])
     plan = loop.scheduler.plan()

@@ -214,7 +214,7 @@ TestSchedules = Schedules.TestCase
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_more_schedules(soak_seconds: float) -> None:
+def test_many_random_schedules_give_the_true_tokens(soak_seconds: float) -> None:
     """The same machine, run for longer: some five schedules for each second asked for."""
 
     class Longer(Schedules):

@@ -36,7 +36,7 @@ def starts(loop: Loop, name: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 64])
-def test_a_prompt_in_any_chunks_gives_each_token_but_the_first_once(
+def test_a_scored_prompt_in_any_chunks_reports_each_token_but_the_first_once(
     chunk: int, is_async: bool
 ) -> None:
     loop = Loop.build(max_num_batched_tokens=chunk, is_async=is_async)
@@ -48,7 +48,7 @@ def test_a_prompt_in_any_chunks_gives_each_token_but_the_first_once(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_cached_prompt_is_computed_again_and_serves_others_meanwhile(is_async: bool) -> None:
+def test_a_scored_cached_prompt_is_recomputed_while_others_hit_the_cache(is_async: bool) -> None:
     """The logits of cached tokens are nowhere; their keys and values are."""
     loop = Loop.build(is_async=is_async)
     loop.add(make_sequence("before", tokens(1, 41), 1))
@@ -63,7 +63,7 @@ def test_a_cached_prompt_is_computed_again_and_serves_others_meanwhile(is_async:
     assert cached == {"before": 0, "scored": 0, "after": 40}
 
 
-def test_what_a_scored_prompt_computes_is_cached() -> None:
+def test_blocks_of_a_scored_prompt_are_cached() -> None:
     loop = Loop.build()
     loop.add(scored("scored", tokens(1, 41)))
     loop.run()
@@ -74,7 +74,9 @@ def test_what_a_scored_prompt_computes_is_cached() -> None:
 
 @pytest.mark.parametrize("num_host_blocks", [0, 40])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_preempted_prompt_does_not_report_again(is_async: bool, num_host_blocks: int) -> None:
+def test_a_preempted_scored_prompt_reports_each_token_once(
+    is_async: bool, num_host_blocks: int
+) -> None:
     cache = make_cache(14, num_host_blocks=num_host_blocks)
     loop = Loop.build(
         cache, max_num_batched_tokens=6, is_async=is_async, policy="priority", bulk_slowdown=None
@@ -92,7 +94,7 @@ def test_a_preempted_prompt_does_not_report_again(is_async: bool, num_host_block
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_given_answers_share_their_prompt_and_nothing_is_drawn(is_async: bool) -> None:
+def test_given_answers_share_their_prompt_and_draw_no_token(is_async: bool) -> None:
     loop = Loop.build(make_cache(100), is_async=is_async, max_num_batched_tokens=16)
     prompt = tokens(1, 37)
     answers = [tokens(seed, length) for seed, length in ((2, 1), (3, 9), (4, 4), (5, 30))]
@@ -114,7 +116,7 @@ def test_a_prompt_of_whole_blocks_computes_its_last_block_for_each_given_answer(
     assert loop.device.computed == 12 + 3 * (4 + 2)
 
 
-def test_a_resumed_answer_reports_only_what_is_missing() -> None:
+def test_a_resumed_given_answer_reports_only_its_missing_tokens() -> None:
     loop = Loop.build()
     loop.add(
         make_given("a", tokens(1, 9), tokens(2, 6), num_resumed_tokens=4),
@@ -142,7 +144,7 @@ def test_a_step_scores_a_limited_number_of_tokens(chunked: bool) -> None:
     assert sum(sums) == 4 * 199
 
 
-def test_prompts_that_find_no_room_for_their_scores_hold_nobody_up() -> None:
+def test_a_prompt_without_room_for_its_scores_does_not_delay_others() -> None:
     loop = Loop.build(make_cache(400), max_num_batched_tokens=1024, policy="priority")
     loop.add(scored("first", tokens(1, 250), 1, priority=2))
     loop.add(scored("second", tokens(2, 250), 1, priority=0))
@@ -156,7 +158,7 @@ def test_prompts_that_find_no_room_for_their_scores_hold_nobody_up() -> None:
     assert loop.scheduler.stats.preemptions == 0
 
 
-def test_each_step_that_fails_leaves_no_gap() -> None:
+def test_failed_steps_leave_no_gap_in_scores() -> None:
     loop = Loop.build(max_num_batched_tokens=5)
     turns = itertools.count()
     loop.device.fails = lambda plan: len(plan.scheduled) > 1 and next(turns) % 2 == 0

@@ -22,7 +22,7 @@ def test_a_short_prompt_starts_beside_a_long_ones_chunks(policy: str) -> None:
     loop.assert_truth()
 
 
-def test_short_prompts_take_at_most_half_of_what_a_step_has_left() -> None:
+def test_short_prompts_take_at_most_half_of_a_step_s_remaining_tokens() -> None:
     loop = Loop.build(max_num_batched_tokens=20)
     loop.add(make_sequence("long", prompt(1, 60), 1))
     loop.step()
@@ -35,7 +35,7 @@ def test_short_prompts_take_at_most_half_of_what_a_step_has_left() -> None:
     ]
 
 
-def test_a_long_first_prompt_is_never_passed() -> None:
+def test_a_short_prompt_does_not_pass_a_waiting_long_prompt() -> None:
     loop = Loop.build(max_num_batched_tokens=20)
     loop.add(make_sequence("long", prompt(1, 60), 1))
     loop.step()
@@ -44,7 +44,7 @@ def test_a_long_first_prompt_is_never_passed() -> None:
     assert chunks(loop)[1] == {"long": 20}
 
 
-def test_nothing_is_held_back_where_no_row_is_free() -> None:
+def test_a_long_prompt_keeps_the_whole_step_if_no_row_is_free() -> None:
     loop = Loop.build(max_num_batched_tokens=20, max_num_seqs=1)
     loop.add(make_sequence("long", prompt(1, 60), 1))
     loop.step()
@@ -53,7 +53,7 @@ def test_nothing_is_held_back_where_no_row_is_free() -> None:
     assert chunks(loop)[1] == {"long": 20}
 
 
-def test_bulk_work_holds_nothing_back_of_an_interactive_prompt() -> None:
+def test_a_short_bulk_prompt_takes_no_tokens_from_an_interactive_prompt() -> None:
     loop = Loop.build(max_num_batched_tokens=20, policy="priority")
     loop.add(make_sequence("long", prompt(1, 60), 1, priority=0))
     loop.step()

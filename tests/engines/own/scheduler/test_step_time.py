@@ -27,27 +27,27 @@ def taught(slowdown: float | None, fixed: float, each: float) -> StepTimeModel:
     return step_times
 
 
-def test_what_costs_time_is_held_back() -> None:
+def test_bulk_tokens_are_limited_if_tokens_cost_time() -> None:
     step_times = taught(0.5, fixed=0.1, each=0.01)
     # 0.2 s alone, 0.3 s with 10 more
     assert step_times.shared_bulk_budget(10) == pytest.approx(10, abs=1)
     assert taught(0.0, fixed=0.1, each=0.01).shared_bulk_budget(10) == MIN_TOKENS
 
 
-def test_what_costs_none_goes_along() -> None:
+def test_bulk_tokens_are_admitted_if_tokens_cost_no_time() -> None:
     # more than 64 at once was never seen
     assert taught(0.5, fixed=0.1, each=0.0).shared_bulk_budget(10) == 4 * 64 - 10
     assert taught(None, fixed=0.1, each=0.01).shared_bulk_budget(10) is None
 
 
-def test_short_steps_may_be_filled() -> None:
+def test_a_short_step_is_filled_with_bulk_tokens() -> None:
     room = taught(0.0, fixed=0.001, each=0.001).shared_bulk_budget(1)
     assert room is not None
     assert 0.002 + room * 0.001 == pytest.approx(SHORT_S, rel=0.05)
     assert taught(0.0, fixed=0.001, each=0.0001).shared_bulk_budget(1) == pytest.approx(190, abs=1)
 
 
-def test_the_first_steps_are_bounded_before_anything_is_known() -> None:
+def test_bulk_tokens_are_bounded_before_any_step_was_measured() -> None:
     step_times = StepTimeModel(0.5)
     assert step_times.bulk_token_budget(0.0, 0) == FIRST_TOKENS
     assert step_times.shared_bulk_budget(1) == FIRST_TOKENS
@@ -62,7 +62,7 @@ def test_the_first_steps_are_bounded_before_anything_is_known() -> None:
     ("fixed", "lately", "long_ago"),
     [(0.005, 3 * 0.01, ALONE_S), (0.1, ALONE_S, ALONE_S), (0.3, 1.5 * 0.305, 1.5 * 0.305)],
 )
-def test_a_step_of_bulk_alone_is_short_after_others_were_there(
+def test_a_step_of_bulk_alone_is_short_shortly_after_other_jobs(
     fixed: float, lately: float, long_ago: float
 ) -> None:
     """Such a step may take three times as long as one token, but no longer than the target.
@@ -96,7 +96,7 @@ def test_bulk_alone_is_bounded_without_earlier_other_jobs() -> None:
     loop.assert_truth()
 
 
-def test_smaller_steps_than_any_seen_are_foreseen() -> None:
+def test_the_model_extrapolates_to_smaller_steps() -> None:
     step_times = StepTimeModel(0.5)
     for _ in range(50):
         step_times.note(64, 0.1 + 0.64)
@@ -105,7 +105,7 @@ def test_smaller_steps_than_any_seen_are_foreseen() -> None:
     assert room == pytest.approx(5, abs=1)
 
 
-def test_large_steps_are_learnt_at_once_and_approached_slowly() -> None:
+def test_a_slow_large_step_is_learnt_at_once_and_budgets_grow_slowly() -> None:
     step_times = StepTimeModel(0.5)
     for _ in range(50):
         step_times.note(1, 0.10)
@@ -117,7 +117,7 @@ def test_large_steps_are_learnt_at_once_and_approached_slowly() -> None:
     assert room <= 10
 
 
-def test_one_disturbed_step_does_not_change_the_picture() -> None:
+def test_a_single_disturbed_step_does_not_change_the_budget() -> None:
     step_times = taught(0.5, fixed=0.1, each=0.01)
     before = step_times.shared_bulk_budget(10)
     step_times.note(3, 30.0)
@@ -128,7 +128,7 @@ def test_one_disturbed_step_does_not_change_the_picture() -> None:
 
 
 @pytest.mark.parametrize("slowdown", [0.5, None])
-def test_bulk_steps_back_while_others_are_served_and_comes_back_after(
+def test_bulk_is_slowed_while_other_jobs_run_and_recovers_after(
     slowdown: float | None,
 ) -> None:
     loop = Loop.build(make_cache(400), max_num_seqs=24, policy="priority", bulk_slowdown=slowdown)
@@ -155,7 +155,7 @@ def test_bulk_steps_back_while_others_are_served_and_comes_back_after(
     loop.assert_truth()
 
 
-def test_urgent_prompts_without_end_leave_bulk_its_part() -> None:
+def test_endless_urgent_prompts_leave_bulk_decodes_their_part() -> None:
     loop = Loop.build(
         make_cache(400), max_num_seqs=24, max_num_batched_tokens=16, policy="priority"
     )
@@ -171,7 +171,7 @@ def test_urgent_prompts_without_end_leave_bulk_its_part() -> None:
 
 
 @pytest.mark.parametrize(("num_decodes", "at_least"), [(0, 200), (9, 14)])
-def test_urgent_prompts_without_end_leave_a_bulk_prompt_its_part(
+def test_endless_urgent_prompts_leave_a_bulk_prompt_its_part(
     num_decodes: int, at_least: int
 ) -> None:
     """The bulk prompt advances slowly beside decodes of bulk work, which come first."""

@@ -54,12 +54,12 @@ def reported_steps(seconds: list[float]) -> list[int | None]:
     ]
 
 
-def test_short_steps_share_figures_and_the_last_has_them_always() -> None:
+def test_short_steps_share_statistics_and_the_last_step_has_them() -> None:
     short = STATS_EVERY_S / 4
     assert reported_steps([short] * 7) == [1, None, None, None, 5, None, 7]
 
 
-def test_each_long_step_has_its_own() -> None:
+def test_each_long_step_has_its_own_statistics() -> None:
     assert reported_steps([STATS_EVERY_S * 2] * 3) == [1, 2, 3]
 
 
@@ -69,7 +69,7 @@ class Prepares(FakeEngine):
     waits_only = True
 
 
-def test_an_engine_that_waits_for_a_grammar_sends_heartbeats_alone() -> None:
+def test_an_engine_that_waits_for_a_grammar_sends_only_heartbeats() -> None:
     looks = 1000
     reports: list[Report] = []
     engine = Prepares([IDLE_REPORT_S / 100] * looks)

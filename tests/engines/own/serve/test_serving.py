@@ -21,7 +21,7 @@ START = start_of(EngineConfig(model="synthetic", num_blocks=64))
 
 
 @pytest.mark.parametrize("has_compiler", slow_unless({False}, [True, False]))
-async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
+async def test_lines_logged_by_the_engine_process_are_in_the_worker_s_log_with_their_level(
     llama: Path,
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
@@ -66,7 +66,7 @@ async def test_what_its_process_logs_is_in_the_worker_s_log_with_its_level(
         (KeyError("model_type"), "KeyError: 'model_type'", False),
     ],
 )
-def test_only_want_of_memory_may_pass_at_the_start(
+def test_a_failed_start_is_transient_only_for_lack_of_memory(
     error: Exception, says: str, may_pass: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> Engine:

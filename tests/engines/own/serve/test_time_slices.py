@@ -25,7 +25,7 @@ def slice_ns(thread: int) -> int | None:
 @pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"), reason="Linux's own"
 )
-def test_the_thread_and_those_it_starts_have_longer_slices_and_the_same_share() -> None:
+def test_a_compute_thread_and_its_children_have_longer_slices_at_the_same_priority() -> None:
     found: dict[str, tuple[int | None, int]] = {}
 
     def look(who: str) -> None:

@@ -73,7 +73,7 @@ def answers(
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_a_model_accepts_all_that_it_drafts_itself(llama: Path, params: SamplingParams) -> None:
+def test_a_model_accepts_all_drafts_of_itself(llama: Path, params: SamplingParams) -> None:
     prompts = [prompt(1, 20), prompt(2, 9)]
     plain, engine = engine_of(llama), engine_of(llama, llama)
     assert answers(engine, prompts, [params] * 2) == answers(plain, prompts, [params] * 2)
@@ -105,7 +105,7 @@ def test_drafts_of_a_cut_model_change_no_token(
     assert stats.blocks_free == stats.blocks_total
 
 
-def test_a_prefix_is_drafted_once(llama: Path) -> None:
+def test_the_draft_model_computes_a_shared_prefix_once(llama: Path) -> None:
     """The second request finds the draft model's keys and values in the blocks that it shares."""
     engine = engine_of(llama, llama)
     computed = []
@@ -125,7 +125,7 @@ def test_a_prefix_is_drafted_once(llama: Path) -> None:
     assert counts[1:] == [pytest.approx(4, abs=4)] * 2
 
 
-def test_drafts_that_are_never_right_are_given_up(llama: Path, tmp_path: Path) -> None:
+def test_drafts_that_are_never_accepted_stop(llama: Path, tmp_path: Path) -> None:
     other = tiny_models.save("llama", tmp_path, seed=7)
     engine = engine_of(llama, other)
     long = msgspec.structs.replace(GREEDY, max_tokens=180)
@@ -145,7 +145,7 @@ def test_drafts_that_cost_more_than_they_gain_stop_for_all(llama: Path, tmp_path
     assert 0 < drafts_of(engine).num_passes < 24
 
 
-def test_a_sequence_keeps_its_tokens_while_it_is_drafted_for(llama: Path) -> None:
+def test_drafting_does_not_change_a_sequence_s_tokens(llama: Path) -> None:
     engine = engine_of(llama, llama)
     drafts, changed = drafts_of(engine), list[int]()
     run, num_passes = drafts._run, list[int]()
@@ -163,7 +163,7 @@ def test_a_sequence_keeps_its_tokens_while_it_is_drafted_for(llama: Path) -> Non
     assert changed == []
 
 
-def test_a_draft_model_that_fails_stops_no_request(llama: Path, caplog) -> None:
+def test_requests_continue_without_drafts_after_the_draft_model_failed(llama: Path, caplog) -> None:
     engine = engine_of(llama, llama)
 
     def broken(*_: object) -> None:

@@ -56,7 +56,7 @@ def tokens(outputs):
 
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
 @pytest.mark.parametrize("offload", [0.0, 0.01])
-def test_a_tiny_pool_completes_with_the_same_tokens(folder, undisturbed, policy, offload):
+def test_preemption_in_a_tiny_pool_changes_no_token(folder, undisturbed, policy, offload):
     engine = engine_of(
         folder, num_blocks=16, cpu_offload_gib=offload, policy=policy, safety_margin=0.0
     )
@@ -98,7 +98,7 @@ def test_a_shared_prefix_is_computed_once(folder):
         assert output.token_ids == wanted[0].token_ids
 
 
-def test_a_chats_next_turn_finds_what_was_generated(folder):
+def test_the_next_turn_of_a_chat_hits_the_generated_tokens(folder):
     engine = engine_of(folder)
     first = engine.generate_batch([prompt(3, 30)], GREEDY)[0]
     turn = [*prompt(3, 30), *first.token_ids, *prompt(4, 6)]
@@ -147,7 +147,7 @@ def test_several_choices_share_the_prompts_blocks(folder):
 
 @pytest.mark.parametrize("cut", [1, 9, 23])
 @pytest.mark.parametrize("params", [GREEDY, SEEDED])
-def test_a_resumed_answer_is_the_undisturbed_one(folder, cut, params):
+def test_a_resumed_answer_equals_the_undisturbed_one(folder, cut, params):
     whole = engine_of(folder).generate_batch([prompt(10, 21)], params)[0].token_ids
     engine = engine_of(folder)
     engine.submit(
@@ -166,7 +166,7 @@ def test_a_resumed_answer_is_the_undisturbed_one(folder, cut, params):
     assert tuple(received) == whole[cut:]
 
 
-def test_a_step_that_fails_once_changes_nothing(folder, undisturbed):
+def test_a_step_that_fails_once_changes_no_token(folder, undisturbed):
     engine = engine_of(folder)
     launch, calls = engine.runner.launch, []
 

@@ -81,7 +81,7 @@ def distributions(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_modes_equal_those_of_transformers(
+def test_raw_and_processed_log_probabilities_equal_transformers(
     kind: str, engines: dict[str, CollectingEngine], model: transformers.PreTrainedModel
 ) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder_of(MODEL))
@@ -112,7 +112,7 @@ def test_both_modes_equal_those_of_transformers(
             )
 
 
-def test_a_request_names_its_mode_whatever_the_engine_does(
+def test_a_request_s_logprobs_mode_overrides_the_engine_s(
     engines: dict[str, CollectingEngine],
 ) -> None:
     base = {"max_tokens": 8, "seed": 3, "temperature": 0.5, "logprobs": True, "ignore_eos": True}

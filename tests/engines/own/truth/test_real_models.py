@@ -96,7 +96,7 @@ def test_smollm2_answers_prompts_that_join_at_different_steps(
 
 
 @pytest.mark.usefixtures("linear_kernels")
-def test_weights_kept_as_their_file_has_them_change_no_bit(
+def test_weights_kept_in_their_file_s_format_change_no_bit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """SmolLM2's file holds blocks of 4 bits, its embedding blocks of 8."""

@@ -38,7 +38,7 @@ def answers(
     return [choice.token_ids for output in outputs for choice in output.choices]
 
 
-def test_a_step_that_fails_behind_its_layers_is_repeated_from_the_states_before_it(
+def test_a_failed_step_is_repeated_from_the_recurrent_states_before_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with load(folder) as engine:
@@ -57,7 +57,7 @@ def test_a_step_that_fails_behind_its_layers_is_repeated_from_the_states_before_
         assert engine.stats().failed_steps == 2
 
 
-def test_choices_and_equal_prompts_have_states_of_their_own(folder: Path) -> None:
+def test_choices_and_equal_prompts_have_their_own_states(folder: Path) -> None:
     seeded = SamplingParams(temperature=1.0, seed=5, n=2, max_tokens=8, ignore_eos=True)
     with load(folder) as engine:
         first, second = answers(engine, PROMPTS[1:2], seeded)
@@ -66,7 +66,7 @@ def test_choices_and_equal_prompts_have_states_of_their_own(folder: Path) -> Non
         assert engine.stats().cached_tokens == 0
 
 
-def test_settings_that_need_more_than_a_state_are_refused(folder: Path) -> None:
+def test_settings_incompatible_with_recurrent_states_are_refused(folder: Path) -> None:
     words = "cannot be served with speculative_tokens, cpu_offload_gib: some of its layers keep"
     with pytest.raises(EngineConfigError, match=words):
         load(folder, speculative_tokens=3, cpu_offload_gib=0.01)
@@ -90,7 +90,7 @@ def test_prompts_with_the_same_start_continue_from_a_checkpoint(folder: Path) ->
         assert cached == [0, 0, 96, 128]
 
 
-def test_checkpoints_give_way_to_newer_ones_and_survive_preemption_and_failed_steps(
+def test_state_checkpoints_are_replaced_by_newer_ones_and_survive_preemption_and_faults(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(3)

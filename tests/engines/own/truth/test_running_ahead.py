@@ -114,7 +114,7 @@ def test_running_ahead_changes_no_token(folder, seed, is_tight):
         assert stats.preemptions > 0  # otherwise the small pool tested nothing
 
 
-def test_a_step_is_launched_before_the_last_one_is_read(folder):
+def test_a_step_is_launched_before_the_last_step_is_read(folder):
     engine = engine_of(folder, async_batching=True)
     order = []
     launch, finish = engine.runner.launch, engine.runner.finish
@@ -140,7 +140,7 @@ def test_a_step_is_launched_before_the_last_one_is_read(folder):
         assert order.index(("launch", step + 1)) < order.index(("finish", step))
 
 
-def test_cancelling_in_flight_frees_everything(folder):
+def test_cancelling_requests_in_flight_frees_all_blocks(folder):
     engine = engine_of(folder, async_batching=True)
     ids = engine.add_requests(
         [[9] * 20, [8] * 30, [7] * 3], SamplingParams(max_tokens=20, temperature=0)
@@ -192,7 +192,7 @@ class Mark:
         self._runner.wait(self._moment)
 
 
-def test_the_host_is_one_step_ahead_also_where_nothing_is_sampled(folder):
+def test_the_host_is_one_step_ahead_during_a_prefill(folder):
     """Otherwise all chunks of a prompt are launched at once, and a new request waits for them."""
     changes = {"num_blocks": 200, "max_num_batched_tokens": 8, "policy": "priority"}
     settings = engine_of(folder, async_batching=True, **changes).runner.info.config
@@ -216,7 +216,7 @@ def test_the_host_is_one_step_ahead_also_where_nothing_is_sampled(folder):
     assert runner.furthest == 2
 
 
-def test_a_sequence_readmitted_in_the_plan_that_preempts_it_gives_the_same_tokens(folder):
+def test_a_sequence_preempted_and_readmitted_in_one_plan_gives_the_same_tokens(folder):
     """A preempted sequence that is in the same plan again gives the same tokens.
 
     The sampler drops its old state before the step is launched, and keeps the state of that step.

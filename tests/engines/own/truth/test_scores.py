@@ -79,7 +79,7 @@ def assert_true(
     ],
     ids=["one step", "small chunks", "whole prompts", "one step ahead"],
 )
-def test_prompts_in_a_batch_with_a_warm_cache(
+def test_scored_prompts_over_a_warm_cache_equal_transformers(
     folder: Path, model: transformers.PreTrainedModel, changes: dict[str, Any]
 ) -> None:
     engine = engine_of(folder, **changes)
@@ -92,7 +92,7 @@ def test_prompts_in_a_batch_with_a_warm_cache(
 
 
 @pytest.mark.parametrize("offload", [0.0, 0.01])
-def test_prompts_that_are_preempted(
+def test_scored_prompts_that_are_preempted_equal_transformers(
     folder: Path, model: transformers.PreTrainedModel, offload: float
 ) -> None:
     engine = engine_of(
@@ -107,14 +107,16 @@ def test_prompts_that_are_preempted(
         assert_true(model, ids, 1, output.prompt_logprobs, NUM_TOP)
 
 
-def test_only_the_first_choice_has_the_prompts(folder: Path) -> None:
+def test_only_the_first_choice_has_prompt_log_probabilities(folder: Path) -> None:
     engine = engine_of(folder)
     params = SamplingParams(max_tokens=2, n=2, seed=1, prompt_logprobs=0)
     output = engine.generate_batch([PROMPTS[2]], params)[0]
     assert [len(choice.prompt_logprobs) for choice in output.choices] == [16, 0]
 
 
-def test_given_answers(folder: Path, model: transformers.PreTrainedModel) -> None:
+def test_scores_of_given_answers_equal_transformers(
+    folder: Path, model: transformers.PreTrainedModel
+) -> None:
     """Nothing is drawn; the prompt is computed once, but for what follows its last whole block."""
     engine = engine_of(folder, max_num_batched_tokens=32)
     given = tuple(tuple(prompt(50 + i, length)) for i, length in enumerate((1, 7, 20, 3)))

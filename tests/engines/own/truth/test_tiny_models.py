@@ -86,7 +86,7 @@ def make_engine(folder: Path, **changes: object) -> CollectingEngine:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_expected_answers_are_worth_comparing(
+def test_the_expected_answers_differ_and_have_clear_margins(
     name: str, answers: Callable[[str], Answers]
 ) -> None:
     _, wanted = answers(name)
@@ -99,7 +99,7 @@ def test_the_expected_answers_are_worth_comparing(
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, UNBOUNDED])
 @pytest.mark.parametrize("name", NAMES)
-def test_chunks_of_any_size_give_the_same_tokens(
+def test_prefill_chunks_of_any_size_give_generate_s_tokens(
     name: str, chunk: int, answers: Callable[[str], Answers]
 ) -> None:
     folder, wanted = answers(name)
@@ -109,7 +109,7 @@ def test_chunks_of_any_size_give_the_same_tokens(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_small_chunks_of_several_prompts_meet_in_one_step(
+def test_chunks_of_several_prompts_in_one_step_give_generate_s_tokens(
     name: str, answers: Callable[[str], Answers]
 ) -> None:
     folder, wanted = answers(name)
@@ -129,7 +129,7 @@ def test_small_chunks_of_several_prompts_meet_in_one_step(
         ("qwen3_5", 28, 0.0),
     ],
 )
-def test_preempted_sequences_go_on_with_the_same_tokens(
+def test_preempted_sequences_give_generate_s_tokens(
     name: str, num_blocks: int, offload: float, answers: Callable[[str], Answers]
 ) -> None:
     folder, wanted = answers(name)
@@ -143,7 +143,9 @@ def test_preempted_sequences_go_on_with_the_same_tokens(
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mistral", "llama4", "deepseek_v3"])
-def test_cached_prefixes_give_the_same_tokens(name: str, answers: Callable[[str], Answers]) -> None:
+def test_cached_prefixes_give_generate_s_tokens(
+    name: str, answers: Callable[[str], Answers]
+) -> None:
     folder, wanted = answers(name)
     with make_engine(folder) as engine:
         assert run(engine, wanted) == [one.answer for one in wanted]
@@ -152,7 +154,9 @@ def test_cached_prefixes_give_the_same_tokens(name: str, answers: Callable[[str]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_fast_path_gives_the_same_tokens(name: str, answers: Callable[[str], Answers]) -> None:
+def test_the_fast_path_gives_generate_s_tokens(
+    name: str, answers: Callable[[str], Answers]
+) -> None:
     folder, wanted = answers(name)
     with make_engine(
         folder, attention="cpu", fuse=True, block_size=16, max_num_batched_tokens=16
@@ -161,7 +165,7 @@ def test_the_fast_path_gives_the_same_tokens(name: str, answers: Callable[[str],
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
-def test_steps_launched_ahead_give_the_same_tokens(
+def test_steps_launched_ahead_give_generate_s_tokens(
     name: str, answers: Callable[[str], Answers]
 ) -> None:
     folder, wanted = answers(name)
@@ -189,7 +193,7 @@ class Oracle:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "llama4"])
-def test_drafts_right_and_wrong_change_no_token(
+def test_right_and_wrong_drafts_change_no_token(
     name: str, answers: Callable[[str], Answers]
 ) -> None:
     folder, wanted = answers(name)

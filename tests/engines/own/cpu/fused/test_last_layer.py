@@ -73,32 +73,34 @@ def run(layers: Layers, rows: Tensor | None) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "rows", [[8, 9, 15, 19], [0], [3, 8, 15], [17, 18, 19], [9], list(range(0, 20, 2))]
 )
-def test_rows_that_are_read_have_the_same_bits(rows: list[int], layers: Layers) -> None:
+def test_rows_of_the_last_layer_that_are_read_have_the_same_bits(
+    rows: list[int], layers: Layers
+) -> None:
     all_rows, whole_cache = run(layers, None)
     some_rows, cache = run(layers, torch.tensor(rows))
     assert torch.equal(some_rows[rows], all_rows[rows])
     assert torch.equal(cache, whole_cache)
 
 
-def test_the_others_are_left_out(layers: Layers) -> None:
+def test_rows_of_the_last_layer_that_are_not_read_are_not_computed(layers: Layers) -> None:
     all_rows, _ = run(layers, None)
     some_rows, _ = run(layers, torch.tensor([19]))
     assert [row for row in range(20) if torch.equal(some_rows[row], all_rows[row])] == [19]
 
 
-def test_a_step_that_reads_nothing_still_fills_the_cache(layers: Layers) -> None:
+def test_a_step_without_read_rows_still_fills_the_cache(layers: Layers) -> None:
     _, whole_cache = run(layers, None)
     _, cache = run(layers, torch.tensor([], dtype=torch.int64))
     assert torch.equal(cache, whole_cache)
 
 
-def test_nothing_is_left_out_where_most_is_read(layers: Layers) -> None:
+def test_all_rows_are_computed_if_most_are_read(layers: Layers) -> None:
     all_rows, _ = run(layers, None)
     some_rows, _ = run(layers, torch.arange(11))
     assert torch.equal(some_rows, all_rows)
 
 
-def test_one_program_serves_steps_of_both_kinds(layers: Layers) -> None:
+def test_steps_with_and_without_left_out_rows_may_alternate(layers: Layers) -> None:
     """The arguments of one kind of step do not leak into the next."""
     first, _ = run(layers, None)
     for rows in ([8], None, [8, 9], [], None):

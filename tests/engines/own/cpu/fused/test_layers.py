@@ -102,7 +102,9 @@ def load(folder: Path) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_what_is_replaced(name: str, folder_of: Callable[[str], Path]) -> None:
+def test_fused_modules_replace_the_expected_modules_of_each_family(
+    name: str, folder_of: Callable[[str], Path]
+) -> None:
     model = load(folder_of(name))
     assert replace_modules(model, Packing.choose(None)) == Counter(MODULES[name])
     assert not [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -132,7 +134,7 @@ def answers(folder: Path, fuse: bool, attention: str) -> list[tuple[tuple[int, .
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("attention", slow_unless({"cpu"}, ["reference", "cpu"]))
-def test_the_engine_gives_the_same_numbers(
+def test_fused_modules_give_the_same_logits(
     name: str, attention: str, folder_of: Callable[[str], Path]
 ) -> None:
     plain = answers(folder_of(name), False, "reference")
@@ -222,7 +224,7 @@ class BiasedLinear(nn.Linear):
         (BiasedLinear, "lm_head", "PackedLinear"),
     ],
 )
-def test_a_module_with_a_twist_is_left_alone(
+def test_a_module_that_computes_something_else_is_not_replaced(
     twist: type[nn.Module], path: str, kind: str, folder_of: Callable[[str], Path]
 ) -> None:
     model = load(folder_of("llama"))
@@ -237,7 +239,9 @@ def test_a_module_with_a_twist_is_left_alone(
     )
 
 
-def test_an_unknown_activation_is_left_alone(folder_of: Callable[[str], Path]) -> None:
+def test_an_mlp_with_an_unknown_activation_is_not_replaced(
+    folder_of: Callable[[str], Path],
+) -> None:
     model = load(folder_of("llama"))
     model.get_submodule("model.layers.0.mlp").act_fn = nn.ReLU()
     replaced = replace_modules(model, Packing.choose(None))
@@ -245,7 +249,7 @@ def test_an_unknown_activation_is_left_alone(folder_of: Callable[[str], Path]) -
     assert replaced["PackedLinear"] == 4, "its three products and the head"
 
 
-def test_without_a_compiler_the_model_runs_as_it_is(
+def test_without_a_compiler_no_module_is_replaced(
     folder_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_kernels(*_: object) -> Packing:
@@ -265,7 +269,7 @@ def test_without_a_compiler_the_model_runs_as_it_is(
         prepare_weights(model, config.replace(quantization="int8"), no_kernels)
 
 
-def test_only_float32_on_the_cpu_is_touched(folder_of: Callable[[str], Path]) -> None:
+def test_modules_are_replaced_only_in_float32_with_fuse(folder_of: Callable[[str], Path]) -> None:
     model = load(folder_of("llama")).to(torch.bfloat16)
     before = {name: type(module) for name, module in model.named_modules()}
     prepare_weights(model, EngineConfig(model="llama"))

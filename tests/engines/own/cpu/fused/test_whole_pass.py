@@ -78,7 +78,7 @@ def through_layers(
     return hidden
 
 
-def test_a_row_is_the_same_in_every_batch_and_with_any_number_of_threads(
+def test_a_row_has_the_same_bits_in_every_batch_and_with_any_number_of_threads(
     folder_of: Callable[[str], Path],
 ) -> None:
     """Bit by bit, through whole layers whose buffers grow, with the smallest batch after the
@@ -99,7 +99,7 @@ def test_a_row_is_the_same_in_every_batch_and_with_any_number_of_threads(
         assert torch.equal(rows, found[40, 1][:, :count])
 
 
-def test_what_a_layer_has_is_found_through_its_replacement(
+def test_attributes_of_a_replaced_layer_are_readable_on_its_replacement(
     folder_of: Callable[[str], Path],
 ) -> None:
     model = prepare_weights(load(folder_of("llama")), EngineConfig(model="llama", device="cpu"))
@@ -113,7 +113,7 @@ def test_what_a_layer_has_is_found_through_its_replacement(
 @pytest.mark.parametrize(
     ("family", "rows"), [("llama", 1), ("qwen3", 1), ("gemma2", 4), ("gemma3", 4)]
 )
-def test_layers_that_are_called_alike_run_as_one(
+def test_layers_called_with_the_same_arguments_run_as_one_call(
     family: str, rows: int, folder_of: Callable[[str], Path]
 ) -> None:
     """Families whose layers differ by their type get each layer by itself."""
@@ -127,7 +127,7 @@ def test_layers_that_are_called_alike_run_as_one(
 
 
 @pytest.mark.parametrize("groups", [(0, 1, 0, 1), (1, 0, 0, 0), (1, 1, 1, 1)])
-def test_layers_of_several_groups_run_as_one_read_what_is_theirs(
+def test_layers_of_several_groups_in_one_call_read_their_own_group(
     groups: tuple[int, ...], folder_of: Callable[[str], Path]
 ) -> None:
     model = prepare_weights(load(folder_of("llama")), EngineConfig(model="llama", device="cpu"))
@@ -140,7 +140,7 @@ def test_layers_of_several_groups_run_as_one_read_what_is_theirs(
     assert torch.equal(last[:, [3, 8]], in_turn[:, [3, 8]])
 
 
-def test_layers_run_as_one_give_the_bits_of_layers_run_in_turn(
+def test_layers_run_as_one_call_give_the_bits_of_layers_run_in_turn(
     folder_of: Callable[[str], Path],
 ) -> None:
     model = prepare_weights(load(folder_of("qwen3")), EngineConfig(model="qwen3", device="cpu"))
@@ -160,7 +160,7 @@ WHOLE_PASS = {"llama", "mistral", "qwen2", "qwen3", "phi3", "phi3_partial"}
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_what_is_called_without_transformers_frame(
+def test_the_whole_pass_gives_the_model_s_logits_bit_for_bit(
     name: str, folder_of: Callable[[str], Path]
 ) -> None:
     """The whole pass gives the model's logits bit for bit, also beyond the first rotary tables."""
@@ -214,7 +214,7 @@ def test_what_is_called_without_transformers_frame(
         assert whole_pass(input_ids, positions, torch.tensor([4]), step) is not None
 
 
-def test_a_model_that_does_something_to_its_logits_is_called_as_it_is(
+def test_a_model_that_changes_its_logits_gets_no_whole_pass(
     folder_of: Callable[[str], Path],
 ) -> None:
     model: Any = load(folder_of("llama"))

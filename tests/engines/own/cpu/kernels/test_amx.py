@@ -80,7 +80,7 @@ def assert_fused(packer: ExactPacker, form: str, rows: Sequence[int]) -> None:
         torch.testing.assert_close(gated(x, Epilogue.SWIGLU).double(), silu, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_fused_to_a_product(packer: ExactPacker) -> None:
+def test_amx_epilogues_equal_the_separate_operations(packer: ExactPacker) -> None:
     torch.manual_seed(1)
     assert_fused(packer, "float32", ROWS)
 
@@ -102,7 +102,7 @@ def test_a_row_is_bitwise_the_same_in_every_batch_of_many(packer: ExactPacker, f
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "float16"])
-def test_parts_that_are_left_out_were_zero(packer: ExactPacker, form: str) -> None:
+def test_parts_left_out_of_an_amx_product_are_zero(packer: ExactPacker, form: str) -> None:
     """Weights in half precision give the bits of the same weights in float32."""
     torch.manual_seed(3)
     weight, x = FORMS[form](200, 576), torch.randn(131, 576)
@@ -110,7 +110,9 @@ def test_parts_that_are_left_out_were_zero(packer: ExactPacker, form: str) -> No
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_row_that_is_not_finite_spoils_no_other(packer: ExactPacker, form: str) -> None:
+def test_a_row_that_is_not_finite_does_not_affect_the_others(
+    packer: ExactPacker, form: str
+) -> None:
     torch.manual_seed(4)
     packed, x = packer.pack(FORMS[form](96, 64)), torch.randn(70, 64)
     clean = packed(x)
@@ -128,7 +130,9 @@ def test_a_row_that_is_not_finite_spoils_no_other(packer: ExactPacker, form: str
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-10, 1e15, 1e30])
-def test_large_and_small_numbers(packer: ExactPacker, size: float) -> None:
+def test_amx_products_of_large_and_small_numbers_are_exact(
+    packer: ExactPacker, size: float
+) -> None:
     """Parts of a number may lie far below it; what is below the smallest normal number counts as
     zero.
     """
@@ -142,7 +146,7 @@ def test_large_and_small_numbers(packer: ExactPacker, size: float) -> None:
 # ── integers ──
 
 
-def test_integer_products_are_the_same_with_and_without(packer: ExactPacker) -> None:
+def test_integer_products_are_the_same_with_and_without_amx(packer: ExactPacker) -> None:
     torch.manual_seed(6)
     for n, k in ((96, 64), (200, 576), (70, 4160), (33, 100)):
         weight = torch.randn(n, k)
@@ -152,7 +156,7 @@ def test_integer_products_are_the_same_with_and_without(packer: ExactPacker) -> 
             assert torch.equal(with_amx(x), without(x)), (n, k, m)
 
 
-def test_inputs_that_fill_no_register_take_the_chains(packer: ExactPacker) -> None:
+def test_inputs_that_do_not_fill_a_register_use_vector_chains(packer: ExactPacker) -> None:
     torch.manual_seed(7)
     weight, x = torch.randn(64, 72), torch.randn(100, 72)
     assert torch.equal(packer.pack(weight)(x), LinearKernels(uses_amx=False).pack(weight)(x))

@@ -56,7 +56,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("n", [7, 32, 200, 1501])
-def test_it_is_the_first_highest_of_all_outputs(pack: Pack, n: int) -> None:
+def test_the_head_returns_the_first_of_the_highest_outputs(pack: Pack, n: int) -> None:
     torch.manual_seed(n)
     weight, bias = torch.randn(n, K) / 8, torch.randn(n)
     weight[n // 2], bias[n // 2] = weight[n // 3], bias[n // 3]  # two that tie
@@ -71,7 +71,7 @@ def test_it_is_the_first_highest_of_all_outputs(pack: Pack, n: int) -> None:
             assert torch.equal(peaks, outputs.amax(dim=1)), (m, threads)
 
 
-def test_nan_and_infinity_reach_the_peaks(pack: Pack) -> None:
+def test_peaks_hold_nan_and_infinity(pack: Pack) -> None:
     packed = pack(torch.randn(300, K))
     x = torch.randn(5, K)
     x[1, 3], x[3, 7] = math.nan, math.inf
@@ -84,7 +84,7 @@ def test_nan_and_infinity_reach_the_peaks(pack: Pack) -> None:
         assert torch.equal(token_ids[fine], outputs[fine].argmax(dim=1))
 
 
-def test_results_stay_for_two_calls_more_and_runs_may_take_turns(pack: Pack) -> None:
+def test_results_stay_valid_for_two_more_calls(pack: Pack) -> None:
     packed = pack(torch.randn(100, K))
     x = torch.randn(4, K)
     head = Head(packed, x)

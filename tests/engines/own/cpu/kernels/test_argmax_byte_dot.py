@@ -50,7 +50,9 @@ def by_highest_bytes(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("n", [7, 32, 200, 5000])
-def test_it_is_the_first_highest_of_all_outputs(packer: ExactPacker, n: int) -> None:
+def test_the_byte_head_returns_the_first_of_the_highest_outputs(
+    packer: ExactPacker, n: int
+) -> None:
     torch.manual_seed(n)
     weight = q8_0(n, K)
     weight[n // 2] = weight[n // 3]  # two that tie
@@ -62,7 +64,7 @@ def test_it_is_the_first_highest_of_all_outputs(packer: ExactPacker, n: int) -> 
         check(packed, x)
 
 
-def test_outputs_that_lower_bytes_set_apart(packer: ExactPacker) -> None:
+def test_outputs_that_differ_in_lower_bytes_only_are_ordered_exactly(packer: ExactPacker) -> None:
     """Columns near each other, as those of rare tokens are: by the highest bytes alone they are all
     the same.
     """
@@ -85,7 +87,9 @@ def test_outputs_that_lower_bytes_set_apart(packer: ExactPacker) -> None:
         check(packed, x)
 
 
-def test_bytes_that_all_add_up(packer: ExactPacker) -> None:
+def test_outputs_that_lie_in_the_lower_bytes_alone_are_counted_at_their_largest(
+    packer: ExactPacker,
+) -> None:
     """The last column's output is in the lower bytes alone, as great as they come and each of its
     weight's sign.
     """
@@ -103,7 +107,7 @@ def test_bytes_that_all_add_up(packer: ExactPacker) -> None:
     check(packed, x)
 
 
-def test_rows_that_are_no_numbers_or_nothing(packer: ExactPacker) -> None:
+def test_rows_of_nan_infinity_or_zeros_have_the_peaks_of_all_outputs(packer: ExactPacker) -> None:
     torch.manual_seed(2)
     packed, x = head(packer, q8_0(300, K)), torch.randn(9, K)
     x[1, 3], x[3, 7], x[4], x[5], x[6] = math.nan, math.inf, 0.0, x[5] * 1e-38, x[6] * 1e-30
@@ -116,14 +120,14 @@ def test_rows_that_are_no_numbers_or_nothing(packer: ExactPacker) -> None:
         assert torch.equal(token_ids[fine], outputs.argmax(dim=1)[fine])
 
 
-def test_a_head_with_a_bias(packer: ExactPacker) -> None:
+def test_a_byte_head_with_a_bias_finds_the_highest_output(packer: ExactPacker) -> None:
     torch.manual_seed(3)
     bias = torch.randn(300) * 10
     packed, x = packer.pack(q8_0(300, K), bias), torch.randn(20, K)
     check(packed, x)
 
 
-def test_the_bytes_of_such_heads_are_multiplied_here_or_not() -> None:
+def test_byte_products_serve_all_tested_row_counts_or_none() -> None:
     """Byte products serve no row count on this machine, or all of ROWS, as other tests assume."""
     rows = rows_of("8 bits")
     assert rows == [] or max(rows) >= max(ROWS)

@@ -83,12 +83,16 @@ def test_a_row_is_bitwise_the_same_in_every_batch(packer: ExactPacker, form: str
         torch.set_num_threads(threads)
 
 
-def test_what_is_fused_to_it(packer: ExactPacker, form: str) -> None:
+def test_byte_product_epilogues_equal_the_separate_operations(
+    packer: ExactPacker, form: str
+) -> None:
     torch.manual_seed(1)
     assert_fused(packer, form, rows_of(form))
 
 
-def test_numbers_far_below_the_greatest_of_their_group(packer: ExactPacker, form: str) -> None:
+def test_numbers_far_below_their_group_s_greatest_are_rounded_within_bounds(
+    packer: ExactPacker, form: str
+) -> None:
     """They are rounded beside it, to a half of 2^-22 of it at worst; groups without it lose nothing
     to it.
     """
@@ -111,7 +115,7 @@ def test_numbers_far_below_the_greatest_of_their_group(packer: ExactPacker, form
 
 
 @pytest.mark.parametrize("k", [32, 512])
-def test_the_greatest_of_a_group_may_be_just_below_a_power_of_two(
+def test_a_group_s_greatest_just_below_a_power_of_two_is_exact(
     packer: ExactPacker, form: str, k: int
 ) -> None:
     """The greatest number's highest byte is at its limit, and so are the weights' codes."""
@@ -131,7 +135,7 @@ def test_the_greatest_of_a_group_may_be_just_below_a_power_of_two(
 
 
 @pytest.mark.parametrize("k", [64, 512])
-def test_sums_as_great_as_they_come(packer: ExactPacker, form: str, k: int) -> None:
+def test_the_greatest_possible_sums_do_not_overflow(packer: ExactPacker, form: str, k: int) -> None:
     """All codes at one end and all numbers at theirs: what is least away from more than 32 bits
     hold.
     """
@@ -150,7 +154,9 @@ def test_sums_as_great_as_they_come(packer: ExactPacker, form: str, k: int) -> N
 
 @pytest.mark.parametrize("k", DEPTHS)
 @pytest.mark.parametrize("size", [1e-28, 1e-10, 1e15, 1e30])
-def test_large_and_small_numbers(packer: ExactPacker, form: str, size: float, k: int) -> None:
+def test_byte_products_of_large_and_small_numbers_are_exact(
+    packer: ExactPacker, form: str, size: float, k: int
+) -> None:
     torch.manual_seed(10)
     weight = FORMS[form](64, k)
     packed = packer.pack(weight)
@@ -162,7 +168,7 @@ def test_large_and_small_numbers(packer: ExactPacker, form: str, size: float, k:
 
 @pytest.mark.parametrize("k", DEPTHS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_spoils_no_other(
+def test_a_row_that_is_not_finite_does_not_affect_the_others(
     packer: ExactPacker, form: str, bad: float, k: int
 ) -> None:
     torch.manual_seed(11)

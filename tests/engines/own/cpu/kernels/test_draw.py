@@ -45,7 +45,7 @@ def test_the_kernel_draws_what_torch_draws(vocab: int, spread: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_equal_and_masked_logits(seed: int) -> None:
+def test_equal_and_masked_logits_are_drawn_as_by_torch(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(-3, 3, (len(WAYS), 61), generator=generator).float()
     logits[torch.rand(logits.shape, generator=generator) < 0.4] = -math.inf
@@ -58,7 +58,7 @@ def test_equal_and_masked_logits(seed: int) -> None:
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_broken_row_fails_and_its_neighbours_do_not(broken: float) -> None:
+def test_a_row_without_finite_logits_fails_and_its_neighbours_do_not(broken: float) -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
     ways = [
         SamplingParams(),
@@ -104,7 +104,7 @@ def test_a_row_is_drawn_alike_by_any_number_of_threads_and_from_rows_with_gaps()
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="another processor"
 )
-def test_narrower_vectors_draw_the_same(march: str) -> None:
+def test_kernels_with_narrower_vectors_draw_the_same_tokens(march: str) -> None:
     logits = torch.randn(len(WAYS), 333, generator=torch.Generator().manual_seed(3)) * 3
     items = [plan_item(make_sequence(params, seed=row)) for row, params in enumerate(WAYS)]
     native, narrow = make_sampler(333), make_sampler(333, kernel=DrawKernel(march=march))

@@ -85,7 +85,7 @@ FORMS: dict[str, Callable[[int, int], Tensor]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("n", "k"), [(32, 32), (200, 576), (103, 96)])
-def test_every_sum_is_that_of_float32(
+def test_products_of_narrow_weights_equal_those_of_float32_bit_for_bit(
     kernels: tuple[LinearKernels, str], form: str, n: int, k: int
 ) -> None:
     torch.manual_seed(n)
@@ -103,7 +103,9 @@ def test_every_sum_is_that_of_float32(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_deep_products_and_gates(kernels: tuple[LinearKernels, str], form: str) -> None:
+def test_products_deeper_than_a_panel_and_gates_are_exact(
+    kernels: tuple[LinearKernels, str], form: str
+) -> None:
     """Use more inputs than a panel in the cache holds; gate and up rows lie side by side."""
     torch.manual_seed(1)
     plain, march = kernels
@@ -119,7 +121,9 @@ def test_deep_products_and_gates(kernels: tuple[LinearKernels, str], form: str) 
         assert torch.equal(found, pack_gated(plain, gate, up)(rows, Epilogue.SWIGLU))
 
 
-def test_one_weight_that_does_not_fit_is_enough(kernels: tuple[LinearKernels, str]) -> None:
+def test_a_single_weight_that_does_not_fit_keeps_float32(
+    kernels: tuple[LinearKernels, str],
+) -> None:
     """A single such weight is found also behind the rows that are checked first."""
     torch.manual_seed(2)
     plain, march = kernels
@@ -131,7 +135,7 @@ def test_one_weight_that_does_not_fit_is_enough(kernels: tuple[LinearKernels, st
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "float16"])
-def test_an_odd_number_of_inputs_stays_float32(
+def test_a_weight_with_an_odd_number_of_inputs_stays_float32(
     kernels: tuple[LinearKernels, str], form: str
 ) -> None:
     """Kernels of half precision take two steps at a time."""
@@ -144,7 +148,7 @@ def test_an_odd_number_of_inputs_stays_float32(
     )
 
 
-def test_q4_0_comes_back_with_either_sign() -> None:
+def test_q4_0_weights_of_either_sign_are_recovered_exactly() -> None:
     torch.manual_seed(3)
     weight = q4_0(200, 64)
     found = find_int4(weight)
@@ -156,7 +160,7 @@ def test_q4_0_comes_back_with_either_sign() -> None:
     assert torch.equal(back.view(200, 64), weight)
 
 
-def test_what_int4_rounds_to_is_found_again() -> None:
+def test_weights_rounded_to_int4_are_recovered_exactly() -> None:
     torch.manual_seed(4)
     codes, scale, zero = round_int4(torch.randn(300, 128))
     weight = (codes.view(300, 4, 32) * scale.float()[..., None] + zero.float()[..., None]).view(
@@ -168,7 +172,7 @@ def test_what_int4_rounds_to_is_found_again() -> None:
     assert torch.equal(again.view(300, 128), weight)
 
 
-def test_what_is_in_no_form() -> None:
+def test_random_and_non_finite_weights_fit_no_narrow_form() -> None:
     torch.manual_seed(5)
     weight = torch.randn(40, 64)
     assert find_int4(weight) is None
@@ -189,7 +193,7 @@ def test_what_is_in_no_form() -> None:
     assert find_bytes(q8_0(4, 64)[:, :40]) is None
 
 
-def test_groups_without_a_range(kernels: tuple[LinearKernels, str]) -> None:
+def test_groups_of_zeros_or_one_value_are_exact(kernels: tuple[LinearKernels, str]) -> None:
     """Zeros, one value, and a value too small for a half-precision scale."""
     torch.manual_seed(6)
     plain, march = kernels
@@ -202,7 +206,7 @@ def test_groups_without_a_range(kernels: tuple[LinearKernels, str]) -> None:
     assert find_int4(weight) is None
 
 
-def test_where_a_form_cannot_be_compiled_a_weight_stays_float32(
+def test_a_weight_stays_float32_if_its_narrow_form_cannot_be_compiled(
     kernels: tuple[LinearKernels, str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

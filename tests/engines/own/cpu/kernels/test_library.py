@@ -66,7 +66,7 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.suffix != ".lock"}
 
 
-def test_compiles_once_and_again_when_anything_changes(
+def test_a_library_is_compiled_again_only_if_something_changed(
     tmp_path: Path, source: Path, toolchain: Toolchain
 ) -> None:
     first = compile_library("answer", [source], tmp_path, toolchain)
@@ -81,7 +81,7 @@ def test_compiles_once_and_again_when_anything_changes(
     assert compile_library("answer", [source], tmp_path, other_machine) not in (first, second)
 
 
-def test_of_several_builders_one_compiles(
+def test_several_builders_compile_a_library_once(
     tmp_path: Path,
     source: Path,
     toolchain: Toolchain,
@@ -108,7 +108,7 @@ def test_a_source_that_does_not_compile_is_one_error(
     assert names_in(tmp_path) == {"source"}
 
 
-def test_without_a_compiler_the_error_names_it() -> None:
+def test_a_missing_compiler_is_named_in_the_error() -> None:
     with pytest.raises(
         KernelUnavailableError, match=r"no C\+\+ compiler found \(looked for no-such-compiler\)"
     ):
@@ -123,7 +123,7 @@ def test_without_a_compiler_the_error_names_it() -> None:
         ("echo 'unknown argument -Q' >&2; exit 1", ()),
     ],
 )
-def test_a_compiler_that_takes_the_cpu_for_an_older_one_gets_its_flags(
+def test_a_compiler_that_detects_an_older_cpu_gets_explicit_flags(
     tmp_path: Path, answer: str, expected: tuple[str, ...]
 ) -> None:
     compiler = tmp_path / "g++"
@@ -135,7 +135,7 @@ def test_a_compiler_that_takes_the_cpu_for_an_older_one_gets_its_flags(
 
 
 @pytest.mark.slow
-def test_one_openmp_runtime_in_the_process(
+def test_kernels_load_no_second_openmp_runtime(
     tmp_path: Path, source: Path, toolchain: Toolchain
 ) -> None:
     """A new process checks it, since earlier tests decide what this process has loaded."""
@@ -155,7 +155,7 @@ def test_one_openmp_runtime_in_the_process(
 
 
 @pytest.mark.slow
-def test_another_packages_openmp_is_not_mistaken_for_torchs() -> None:
+def test_kernels_use_torch_s_openmp_beside_another_package_s() -> None:
     """sentencepiece maps a runtime of its own, before or after torch."""
     # it is not to be mapped into this process
     if importlib.util.find_spec("sentencepiece") is None:
@@ -170,7 +170,7 @@ def test_another_packages_openmp_is_not_mistaken_for_torchs() -> None:
         assert result.stdout.strip() == expected
 
 
-def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+def test_an_unusable_cache_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(KernelUnavailableError, match="no folder"):
         cache_folder(tmp_path / "file")
@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(path.stem for path in SOURCES.glob("*.cpp")))
 @pytest.mark.parametrize("march", ["sapphirerapids", "icelake-server", "x86-64"])
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
-def test_every_kernel_compiles_for_machines_that_are_not_at_hand(march: str, name: str) -> None:
+def test_every_kernel_compiles_for_other_instruction_sets(march: str, name: str) -> None:
     """Matrix registers and byte products are code that this machine may never compile itself."""
     try:
         toolchain = find_toolchain(march)

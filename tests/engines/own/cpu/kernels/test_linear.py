@@ -27,7 +27,7 @@ def close(found, exact):
 
 @pytest.mark.parametrize("m", [1, 2, 5, 12, 13, 37, 64, 65, 131, 300])
 @pytest.mark.parametrize(("n", "k"), [(32, 16), (960, 576), (100, 33), (7, 5), (129, 64)])
-def test_a_product_is_the_product(kernels, m, n, k):
+def test_a_packed_product_equals_the_float64_product(kernels, m, n, k):
     torch.manual_seed(m * n + k)
     weight, bias, x = torch.randn(n, k) / k**0.5, torch.randn(n), torch.randn(m, k)
     packed = kernels.pack(weight, bias)
@@ -40,7 +40,7 @@ def test_a_product_is_the_product(kernels, m, n, k):
 
 
 @pytest.mark.parametrize("m", [1, 3, 40, 140])
-def test_gated_epilogues(kernels, m):
+def test_gated_epilogues_equal_the_separate_operations(kernels, m):
     torch.manual_seed(m)
     gate, up, x = torch.randn(96, 48), torch.randn(96, 48), torch.randn(m, 48)
     packed = pack_gated(kernels, gate, up)
@@ -72,14 +72,14 @@ def test_a_row_is_bitwise_the_same_in_every_batch(kernels):
         assert torch.equal(together, alone)
 
 
-def test_rows_may_be_strided(kernels):
+def test_products_of_strided_rows_are_exact(kernels):
     x = torch.randn(6, 80)[:, :40]
     weight = torch.randn(64, 40)
     close(kernels.pack(weight)(x), x.double() @ weight.double().T)
 
 
 @pytest.mark.parametrize("k", [5, 64, 576])
-def test_rms_norm(kernels, k):
+def test_rms_norm_equals_its_float64_definition(kernels, k):
     x, weight, residual = torch.randn(9, k), torch.randn(k), torch.randn(9, k)
     exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5)
     close(kernels.rms_norm(x, weight, 1e-5), exact * weight.double())

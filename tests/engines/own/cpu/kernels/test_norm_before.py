@@ -48,7 +48,9 @@ def behind_norm(packed: PackedWeight, x: Tensor, norm: Tensor, threads: int) -> 
 @pytest.mark.parametrize("uses_amx", [True, False])
 @pytest.mark.parametrize("march", ["native", "x86-64-v3", "x86-64"])
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "8 bits", "4 bits"])
-def test_it_is_the_norm_and_then_the_layer(form: str, march: str, uses_amx: bool) -> None:
+def test_a_layer_with_a_fused_norm_equals_norm_then_layer_bit_for_bit(
+    form: str, march: str, uses_amx: bool
+) -> None:
     try:
         load("linear", None, march)
     except KernelUnavailableError as error:

@@ -66,25 +66,27 @@ def blocks(*numbers: int) -> Counter[tuple[str, int]]:
 
 @pytest.mark.parametrize("kv_type", range(4))
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_every_block_that_is_read_and_no_other(parts: int, kv_type: int) -> None:
+def test_the_prefetch_fetches_exactly_the_blocks_that_attention_reads(
+    parts: int, kv_type: int
+) -> None:
     found = fetched([[3, 1, 9], [4, 7, 9], [2, 5, 0]], [33, 32, 17], parts=parts, kv_type=kv_type)
     assert found == blocks(3, 1, 9, 4, 7, 2, 5)
 
 
-def test_a_common_prompt_once_for_each_thread() -> None:
+def test_the_prefetch_fetches_a_common_prompt_once_per_thread() -> None:
     tables = [[8, 6, number] for number in range(4)]
     assert fetched(tables, [40] * 4, parts=1) == blocks(8, 6, 0, 1, 2, 3)
     assert fetched(tables, [40] * 4) == blocks(8, 6, 0, 1, 2, 3) + blocks(8, 6)
 
 
-def test_a_window_leaves_out_what_is_behind_it() -> None:
+def test_the_prefetch_leaves_out_blocks_before_the_window() -> None:
     assert fetched([[1, 2, 3, 4]], [64], window=17) == blocks(3, 4)
     assert fetched([[1, 2, 3, 4]], [64], window=64) == blocks(1, 2, 3, 4)
     assert fetched([[1, 2, 3, 4]], [49], window=48, is_chunked=True) == blocks(4)
     assert fetched([[1, 2, 3, 4]], [48], window=48, is_chunked=True) == blocks(1, 2, 3)
 
 
-def test_it_goes_on_where_it_was_left_and_ends_at_its_limit() -> None:
+def test_the_prefetch_continues_across_calls_and_ends_at_its_limit() -> None:
     assert fetched([[1, 2]], [20], parts=1, calls=64) == blocks(1)
     every = list(range(600))
     some = fetched([every], [600 * BLOCK_SIZE], parts=1, calls=40_000)

@@ -98,7 +98,7 @@ def test_integer_products_are_exact(int8, m, n, k):
     )
 
 
-def test_the_largest_sums_do_not_wrap(int8):
+def test_the_largest_integer_sums_do_not_overflow(int8):
     k = 65_536
     weight, x = torch.full((3, k), 127.0), torch.full((2, k), 127.0)
     x[:, 0] = -128.0
@@ -111,7 +111,7 @@ def test_the_largest_sums_do_not_wrap(int8):
 
 
 @pytest.mark.parametrize("m", [1, 4, 30])
-def test_rounding_is_the_only_error(int8, m):
+def test_int8_products_have_no_error_but_rounding(int8, m):
     """Against float64 products of the rounded values; the rounding itself is at most half a
     step.
     """
@@ -134,7 +134,7 @@ def test_rounding_is_the_only_error(int8, m):
     assert ((found - x @ weight.T).abs() < 0.03 * (x @ weight.T).abs().max()).all()
 
 
-def test_int8_epilogues(int8):
+def test_int8_epilogues_equal_the_separate_operations(int8):
     torch.manual_seed(3)
     weight, x, residual = integers(64, 40), activations(5, 40), torch.randn(5, 64)
     exact = x.double() @ weight.double().T
@@ -154,7 +154,7 @@ def test_int8_epilogues(int8):
     )
 
 
-def test_rows_that_are_zero_or_not_finite(int8):
+def test_int8_rows_of_zeros_give_zeros_and_non_finite_rows_stay_non_finite(int8):
     x = torch.ones(5, 70)
     x[0] = 0.0
     x[1, 3], x[2, 69], x[3] = torch.nan, -torch.inf, torch.nan
@@ -168,7 +168,7 @@ def test_rows_that_are_zero_or_not_finite(int8):
 # ── 4 bits ──
 
 
-def test_weights_of_the_same_format_come_back_exactly(int4):
+def test_weights_in_q4_1_are_packed_exactly(int4):
     """The weights are as in GGUF's Q4_1: a half-precision scale and minimum per group of 32."""
     torch.manual_seed(1)
     codes = torch.randint(0, 16, (50, 4, 32))
@@ -181,7 +181,7 @@ def test_weights_of_the_same_format_come_back_exactly(int4):
     assert torch.equal(found_zero, zero)
 
 
-def test_rounding_to_4_bits_stays_near():
+def test_the_error_of_rounding_to_4_bits_is_within_bounds():
     torch.manual_seed(2)
     weight = torch.randn(30, 256)
     codes, scale, zero = round_int4(weight)
@@ -196,7 +196,7 @@ def test_rounding_to_4_bits_stays_near():
 
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize(("n", "k"), [(32, 32), (960, 576), (100, 64), (7, 96)])
-def test_the_product_is_that_of_the_decoded_weights(int4, march, m, n, k):
+def test_an_int4_product_equals_that_of_the_decoded_weights(int4, march, m, n, k):
     """Bit by bit that of the float32 kernel: both are the same chain of multiply-adds."""
     torch.manual_seed(m * n + k)
     weight, bias, x = torch.randn(n, k) / k**0.5, torch.randn(n), torch.randn(m, k)
@@ -215,7 +215,7 @@ def test_the_product_is_that_of_the_decoded_weights(int4, march, m, n, k):
         )
 
 
-def test_int4_gates(int4):
+def test_int4_gates_equal_those_of_the_decoded_weights(int4):
     torch.manual_seed(4)
     gate, up, x = torch.randn(96, 64), torch.randn(96, 64), torch.randn(11, 64)
     decoded = []
@@ -229,7 +229,7 @@ def test_int4_gates(int4):
     torch.testing.assert_close(found.double(), F.silu(g) * u, rtol=1e-4, atol=1e-4)
 
 
-def test_int4_wants_whole_groups(int4):
+def test_int4_refuses_inputs_that_do_not_fill_groups(int4):
     with pytest.raises(ValueError, match="multiple of 32 inputs, not 40"):
         int4.pack(torch.zeros(8, 40))
 
@@ -247,7 +247,7 @@ def test_a_row_is_bitwise_the_same_in_every_batch(int8, int4):
             assert torch.equal(torch.cat([packed(part) for part in x.split(size)]), alone)
 
 
-def test_threads_change_nothing(int8, int4):
+def test_quantized_products_are_the_same_with_any_number_of_threads(int8, int4):
     weight, x = torch.randn(200, 96), torch.randn(20, 96)
     threads = torch.get_num_threads()
     for packer in (int8, int4):

@@ -74,7 +74,7 @@ def run(phases: list[Phase], threads: int) -> None:
 
 @pytest.mark.parametrize("commits", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_every_unit_is_done_once(threads: int, commits: bool) -> None:
+def test_every_unit_of_work_is_done_once(threads: int, commits: bool) -> None:
     phases = [
         Phase(units, grain, commits=commits)
         for units in (0, 1, 2, 3, 7, 64, 1000)
@@ -86,7 +86,7 @@ def test_every_unit_is_done_once(threads: int, commits: bool) -> None:
 
 @pytest.mark.parametrize("stalls_at", [0, 3, 4, 7])
 @pytest.mark.parametrize("threads", [2, 4])
-def test_a_thread_that_stops_in_a_unit_delays_no_other(threads: int, stalls_at: int) -> None:
+def test_a_thread_stopped_in_a_unit_does_not_delay_the_others(threads: int, stalls_at: int) -> None:
     """The thread stands still until a later phase, so another thread must do its unit."""
     stalling = Phase(8, commits=True, stalls_at=stalls_at)
     later = [
@@ -100,7 +100,7 @@ def test_a_thread_that_stops_in_a_unit_delays_no_other(threads: int, stalls_at: 
 
 
 @pytest.mark.parametrize("threads", [2, 4])
-def test_the_first_result_of_a_unit_is_used(threads: int) -> None:
+def test_the_first_of_two_results_of_a_unit_is_used(threads: int) -> None:
     """The thread that began the unit goes on as soon as another thread computes it again.
 
     The second thread then stands still until a later phase.
@@ -119,7 +119,7 @@ def test_a_unit_that_stores_its_own_results_is_never_computed_twice() -> None:
 
 
 @pytest.mark.parametrize("rounds", [40, pytest.param(150, marks=pytest.mark.slow)])
-def test_threads_without_a_core_of_their_own(rounds: int) -> None:
+def test_more_threads_than_cores_do_every_unit_once(rounds: int) -> None:
     """More threads than cores, and sleeps at random places."""
     seed = random.Random(rounds)
     for _ in range(rounds):
@@ -132,7 +132,7 @@ def test_threads_without_a_core_of_their_own(rounds: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_a_row_that_was_stopped_goes_on_where_it_stopped(threads: int) -> None:
+def test_a_program_that_was_refused_continues_at_the_refused_phase(threads: int) -> None:
     first, second = Phase(20), Phase(30, commits=True)
     first.check.refuses = 2
     answers: list[int] = []
@@ -142,7 +142,7 @@ def test_a_row_that_was_stopped_goes_on_where_it_stopped(threads: int) -> None:
     assert list(second.counts) == [1] * 30
 
 
-def test_callers_have_threads_of_their_own() -> None:
+def test_concurrent_callers_have_their_own_threads() -> None:
     def many(_: int) -> None:
         for _ in range(50):
             run([Phase(33, 2, commits=True), Phase(9)], 3)
@@ -151,7 +151,7 @@ def test_callers_have_threads_of_their_own() -> None:
         list(pool.map(many, range(4)))
 
 
-def test_a_forked_process_makes_threads_of_its_own() -> None:
+def test_a_forked_process_starts_its_own_threads() -> None:
     script = """
 import os, sys
 from tests.engines.own.cpu.kernels.test_work_stealing import Phase, run
@@ -170,7 +170,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert done.returncode == 0, done.stderr
 
 
-def test_a_helper_receives_its_own_faults_and_no_other_signal() -> None:
+def test_a_helper_thread_receives_fault_signals_and_no_others() -> None:
     """A blocked fault signal ends the process at once, so no handler could report its place.
 
     A new process has no threads but its first one and the helpers. All signals of a thread are

@@ -119,7 +119,7 @@ def result_of(step: Prefixed, backend: TritonAttention, cache: torch.Tensor) -> 
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "",
 )
-def test_a_prefix_read_once_gives_dense_attention(
+def test_a_common_prefix_read_once_gives_dense_attention(
     case: Case, stray: int | None, num_multiprocessors: int
 ) -> None:
     step, backend = prefixed(case, stray), TritonAttention(num_multiprocessors)
@@ -127,7 +127,7 @@ def test_a_prefix_read_once_gives_dense_attention(
     torch.testing.assert_close(result, dense(step.problem), rtol=2e-5, atol=2e-5)
 
 
-def test_over_8_bits() -> None:
+def test_a_common_prefix_over_an_8_bit_cache_gives_dense_attention() -> None:
     case, dtype = Case("8 bits", decodes(8), num_kv_heads=1, head_dim=16), torch.float8_e4m3fn
     step, backend = prefixed(case), TritonAttention(num_multiprocessors=1)
     cache = filled_cache(backend, step.problem, dtype)

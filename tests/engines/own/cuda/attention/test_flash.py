@@ -155,15 +155,13 @@ TARGETS = [
 
 
 @pytest.mark.parametrize(("backend", "case"), TARGETS, ids=lambda value: getattr(value, "name", ""))
-def test_the_library_is_asked_for_dense_attentions_result(
-    backend: AttentionBackend, case: Case
-) -> None:
+def test_flash_arguments_describe_dense_attention(backend: AttentionBackend, case: Case) -> None:
     problem = make_problem(case)
     result = attend(backend, problem, filled_cache(backend, problem))
     torch.testing.assert_close(result.double(), dense(problem), rtol=1e-5, atol=1e-5)
 
 
-def test_version_2_decodes_on_the_way_that_splits_contexts() -> None:
+def test_version_2_decodes_with_the_function_that_splits_contexts() -> None:
     backend = FlashAttention(library(2, unused, fake_with_kvcache_2))
     problem = make_problem(Case("decodes", DECODES, block_size=256))
     assert attend(backend, problem, filled_cache(backend, problem)).isfinite().all()
@@ -179,7 +177,7 @@ def test_version_2_decodes_on_the_way_that_splits_contexts() -> None:
         (3, 16, 64, torch.float32, "float32"),
     ],
 )
-def test_block_size_head_size_and_dtype_rules(
+def test_unsupported_block_sizes_head_sizes_and_dtypes_are_rejected(
     version: int, block_size: int, head_dim: int, dtype: torch.dtype, word: str | None
 ) -> None:
     shape = AttentionShape(4, 2, head_dim, 0.125)

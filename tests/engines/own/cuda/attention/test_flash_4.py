@@ -141,7 +141,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_version_4_is_asked_for_dense_attentions_result(case: Case) -> None:
+def test_version_4_arguments_describe_dense_attention(case: Case) -> None:
     backend, problem = FlashAttention(LIBRARY), make_problem(case)
     result = attend(backend, problem, filled_cache(backend, problem))
     torch.testing.assert_close(result.double(), dense(problem), rtol=1e-5, atol=1e-5)
@@ -164,7 +164,7 @@ def test_version_4_is_asked_for_dense_attentions_result(case: Case) -> None:
         (12, 64, "flash-attn 4 has no block tables on GPUs of compute capability 12.x"),
     ],
 )
-def test_version_4_refuses_what_its_kernels_for_a_gpu_cannot_read(
+def test_version_4_rejects_head_sizes_that_its_kernels_do_not_support(
     on: Callable[[int], None], capability: int, head_dim: int, words: str | None
 ) -> None:
     on(capability)
@@ -208,7 +208,9 @@ def test_the_version_that_suits_the_gpu_is_taken(
     assert flash.installed_library.__wrapped__(capability).version == taken
 
 
-def test_without_any_version_each_failure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_flash_version_each_import_error_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"flash_attn_interface .+; .+ flash_attn\.cute .+; "):

@@ -72,7 +72,7 @@ def moved(metadata: AttentionMetadata) -> AttentionMetadata:
 
 
 @kernels
-def test_far_blocks_are_written_and_read_as_near_ones() -> None:
+def test_blocks_beyond_2_31_elements_are_written_and_read_correctly() -> None:
     problem = make_problem(CASE, DEVICE)
     round_as_stored(problem, TYPE)
     backend = TritonAttention(num_multiprocessors=1)
@@ -87,7 +87,7 @@ def test_far_blocks_are_written_and_read_as_near_ones() -> None:
 
 
 @kernels
-def test_far_blocks_are_written_in_one_pass() -> None:
+def test_blocks_beyond_2_31_elements_are_written_by_the_one_pass_kernel() -> None:
     problem = make_problem(CASE, DEVICE)
     step = metadata_of(problem, CASE.lens)
     heads = Heads(num_heads=4, num_kv_heads=2, head_dim=64, rotary_dim=64)

@@ -107,7 +107,7 @@ def divided(
         ([(1, 3000), (1, 64)], 50, {"least_tiles": 9}),
     ],
 )
-def test_every_block_is_divided_once(
+def test_every_block_of_keys_belongs_to_one_split(
     lens: list[tuple[int, int]], spare: int, options: dict[str, int]
 ) -> None:
     work = [entry for entry in divided(lens, spare, **options) if entry[0] >= 0]
@@ -125,7 +125,7 @@ def test_every_block_is_divided_once(
         assert splits == 1 or share >= options.get("least_tiles", 1)
 
 
-def test_tokens_of_a_common_prefix_are_not_divided() -> None:
+def test_tokens_of_a_common_prefix_belong_to_no_split() -> None:
     """Alike but for 64 tokens, 30 sequences leave the spare programs to one with 2,000 more."""
     work = divided([*((1, 4160),) * 30, (1, 6096)], 16, prefix=4096)
     assert [entry[3] for entry in work if entry[0] == 30] == [8] * 8

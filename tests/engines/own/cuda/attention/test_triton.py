@@ -61,7 +61,7 @@ SPLIT_CASES = [
 
 @kernels
 @pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.name)
-def test_split_contexts_fold_to_the_whole(case: Case) -> None:
+def test_split_contexts_give_dense_attention(case: Case) -> None:
     problem = make_problem(case, DEVICE)
     backend = TritonAttention(num_multiprocessors=32)
     metadata = metadata_of(problem, case.lens)
@@ -72,7 +72,7 @@ def test_split_contexts_fold_to_the_whole(case: Case) -> None:
 
 @kernels
 @pytest.mark.parametrize("num_multiprocessors", [1, 32])
-def test_the_last_tile_may_be_full_or_not(num_multiprocessors: int) -> None:
+def test_full_and_partial_last_tiles_give_dense_attention(num_multiprocessors: int) -> None:
     """Full tiles are read without masks; a tile has 32 keys here, a row's own token is the last."""
     case = Case("tiles", ((1, 31), (1, 32), (1, 33), (1, 64), (1, 1), (20, 64), (33, 97), (32, 32)))
     problem = make_problem(case, DEVICE)
@@ -99,7 +99,7 @@ def test_queries_over_8_bits_may_be_of_any_magnitude(
 
 
 @kernels
-def test_one_long_context_among_short_ones_is_split() -> None:
+def test_a_long_context_among_short_ones_is_split() -> None:
     """The shares of short contexts are empty but for the first: nothing is stored for them."""
     lens = ((1, 2100), *((1, 40),) * 3, (1, 1100))
     case = Case("uneven", lens, num_heads=2, num_kv_heads=1)
@@ -158,7 +158,7 @@ def test_a_padded_launch_gives_the_same_rows(num_multiprocessors: int) -> None:
 
 @kernels
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_a_graphs_decode_initialises_nothing(has_sinks: bool) -> None:
+def test_a_decode_in_a_graph_needs_no_initialised_memory(has_sinks: bool) -> None:
     """The first sequence is folded, the second written by its only split; new memory holds NaN."""
     case = Case("graph", ((1, 300), (1, 40)), has_sinks=has_sinks)
     problem = make_problem(case, DEVICE)
@@ -176,7 +176,7 @@ def test_a_graphs_decode_initialises_nothing(has_sinks: bool) -> None:
 
 
 @pytest.mark.skipif(is_interpreted(), reason="the kernels are interpreted in this process")
-def test_a_build_serves_inputs_wherever_they_begin_and_however_wide_the_table_is() -> None:
+def test_a_kernel_build_serves_inputs_of_any_alignment_and_table_width() -> None:
     """They are parts of one copy: builds by alignment or by width would interrupt the service for
     seconds each.
     """
@@ -257,14 +257,14 @@ def test_a_decode_has_one_program_for_each_sequence_and_head() -> None:
     assert launch_of(metadata, shape, 256).num_programs == 256
 
 
-def test_a_window_bounds_what_is_split() -> None:
+def test_a_short_window_is_not_split() -> None:
     """A program's tokens decide on splits, not the step's."""
     shape, empty = AttentionShape(32, 8, 128, 0.1), torch.zeros(1, dtype=torch.int32)
     metadata = AttentionMetadata(empty, empty, empty, empty, 256, 32_768, 16, Window(128))
     assert not is_split(metadata, shape, 256)
 
 
-def test_a_program_takes_whole_groups() -> None:
+def test_a_program_handles_whole_groups_of_query_heads() -> None:
     for group in (1, 3, 7, 12, 24, 71):
         shape = AttentionShape(group * 2, 2, 128, 0.1)
         for max_query_len, num_tokens in ((1, 8), (300, 307)):

@@ -165,7 +165,7 @@ NARROW = {  # keys and values of 8 bits, which older GPUs do not have
         for name, case in cases.items()
     ],
 )
-def test_compiles_without_spilling(
+def test_the_attention_kernel_compiles_without_spilling(
     capability: int,
     shape: AttentionShape,
     query_len: int,
@@ -258,7 +258,7 @@ def assert_loads_are_ahead(program: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8e4nv", "fp8e5"])
-def test_writing_8_bits_compiles(kind: str) -> None:
+def test_the_kernel_that_writes_8_bits_compiles(kind: str) -> None:
     constants = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "HEAD_PAD": 128, "TOKENS": 4}
     pointers = {"key": "*bf16", "value": "*bf16", "cache": f"*{kind}", "slots": "*i64"}
     signature = {

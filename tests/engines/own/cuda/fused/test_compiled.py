@@ -93,7 +93,7 @@ PRODUCT = {"INPUTS": 4096, "HAS_BIAS": True, "HAS_SCALES": False}
         *("measure", "race", "pick", "gather", "choose", "one row", "few rows", "64 rows"),
     ],
 )
-def test_compiles_without_spilling(
+def test_fused_kernels_compile_without_spilling(
     kernel: Any, constants: dict[str, Any], warps: int, tmp_path: Path
 ) -> None:
     if "OVERLAPS" in kernel.arg_names:

@@ -68,7 +68,7 @@ def test_a_gpus_product_is_that_of_the_rounded_numbers(num_rows: int, has_bias: 
     assert bool((error <= 0.01 * wanted.norm(dim=1)).all())
 
 
-def test_products_of_attention_and_mlp_are_replaced_and_nothing_else(
+def test_fp8_replaces_only_the_products_of_attention_and_mlp(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in CHECKS:
@@ -89,7 +89,7 @@ def test_a_model_without_fused_layers_is_refused() -> None:
 NEEDED = "'fp8' runs on a GPU of compute capability 8.9 or more, on one rank, in bfloat16, not on "
 
 
-def test_a_cpu_refuses() -> None:
+def test_fp8_is_refused_on_a_cpu() -> None:
     with pytest.raises(EngineConfigError, match=NEEDED + "cpu in float32"):
         CpuDevice().replace_modules(nn.Linear(2, 2), FP8)
 
@@ -102,7 +102,7 @@ def test_a_cpu_refuses() -> None:
         (torch.bfloat16, (9, 0), "int8"),
     ],
 )
-def test_a_gpu_refuses_what_it_has_no_products_for(
+def test_fp8_is_refused_for_dtypes_and_gpus_without_such_products(
     dtype: torch.dtype,
     capability: tuple[int, int],
     quantization: Any,

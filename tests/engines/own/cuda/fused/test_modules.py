@@ -63,7 +63,7 @@ def rms(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 80), (3, 1)])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_norm_after_an_addition(rows: int, width: int, offset: float) -> None:
+def test_norm_after_an_addition_equals_transformers(rows: int, width: int, offset: float) -> None:
     x, residual, weight = (
         random(rows, 2 * width)[:, :width],
         random(rows, width, seed=1),
@@ -78,7 +78,7 @@ def test_norm_after_an_addition(rows: int, width: int, offset: float) -> None:
 
 
 @pytest.mark.parametrize("inner", [1, 96, 1030])
-def test_gates(inner: int) -> None:
+def test_fused_gates_equal_silu_and_gelu(inner: int) -> None:
     packed = 3 * random(3, 2 * inner)
     left, right = packed.chunk(2, dim=1)
     torch.testing.assert_close(gate(packed, is_gelu=False), torch.nn.functional.silu(left) * right)
@@ -88,7 +88,7 @@ def test_gates(inner: int) -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 70])
-def test_products_of_few_rows(rows: int, has_bias: bool) -> None:
+def test_products_of_few_rows_equal_torch_s(rows: int, has_bias: bool) -> None:
     x, weight = random(rows, 768)[:, :512], random(128, 512, seed=1)
     bias = random(128, seed=2) if has_bias else None
     wanted = torch.nn.functional.linear(x, weight, bias)
@@ -109,7 +109,7 @@ def test_products_of_few_rows(rows: int, has_bias: bool) -> None:
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(9216, 512), (64, 14_336), (65, 512), (64, 600), (64, 256)]
 )
-def test_a_linear_layer_of_16_bits(
+def test_a_linear_layer_of_16_bits_equals_torch_s(
     outputs: int, inputs: int, rows: int, dtype: torch.dtype
 ) -> None:
     """Few rows and sizes that fit use our kernels; others those of torch."""
@@ -125,25 +125,25 @@ def test_a_linear_layer_of_16_bits(
     ("head_dim", "rotary_dim", "has_norm", "is_token_major"),
     [(16, 16, True, False), (16, 16, False, True), (20, 12, True, True)],
 )
-def test_one_pass_over_few_tokens(
+def test_one_pass_over_few_tokens_equals_the_separate_operations(
     head_dim: int, rotary_dim: int, has_norm: bool, is_token_major: bool
 ) -> None:
     heads = Heads(num_heads=4, num_kv_heads=2, head_dim=head_dim, rotary_dim=rotary_dim)
     check_one_pass(heads, has_norm, is_token_major, 5)
 
 
-def test_one_pass_turns_queries_and_writes_the_cache() -> None:
+def test_one_pass_over_several_tokens_a_program_rotates_queries_and_writes_the_cache() -> None:
     """One pass handles 36 tokens, so that a program takes several."""
     check_one_pass(Heads(num_heads=2, num_kv_heads=2, head_dim=20, rotary_dim=12), True, False, 36)
 
 
-def test_one_pass_rounds_to_8_bits() -> None:
+def test_one_pass_rounds_keys_and_values_to_8_bits() -> None:
     """A rotated key may come from the other side of a tie; a value is what it was."""
     heads = Heads(num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16)
     check_one_pass(heads, True, False, 5, torch.float8_e4m3fn)
 
 
-def test_one_pass_divides_by_scales_before_it_rounds() -> None:
+def test_one_pass_divides_by_scales_before_rounding() -> None:
     heads = Heads(num_heads=4, num_kv_heads=2, head_dim=20, rotary_dim=12)
     scales = KVScales(*(torch.tensor(pair, device=DEVICE) for pair in ([0.25, 4.0], [2.0, 0.125])))
     check_one_pass(heads, True, False, 5, torch.float8_e5m2, scales)
@@ -203,7 +203,7 @@ def check_one_pass(
     assert int(torch.isfinite(pool.float()).sum()) == 2 * num_tokens * num_kv * head_dim
 
 
-def test_rows_in_8_bits() -> None:
+def test_rows_are_quantized_to_8_bits_with_their_scales() -> None:
     rows = random(4, 70) * torch.tensor([0.0, 1e-3, 1.0, 1e4], device=DEVICE)[:, None]
     wide = torch.cat([rows, rows], dim=1)[:, :70]
     found, scales = quantize(wide)
@@ -235,7 +235,7 @@ def test_a_fused_model_gives_the_same_tokens(family: str, kinds: set[str], tmp_p
         assert answers(fused, attention) == expected
 
 
-def test_a_fused_model_reads_what_it_stored_with_scales(tmp_path: Path) -> None:
+def test_a_fused_model_with_scaled_8_bit_keys_gives_the_same_answers(tmp_path: Path) -> None:
     """Scales that are powers of two change no bit in float32."""
     folder = tiny_models.save("qwen3", tmp_path, num_layers=1)
     fused = load(folder)
@@ -247,7 +247,7 @@ def test_a_fused_model_reads_what_it_stored_with_scales(tmp_path: Path) -> None:
     assert answers(scaled, "triton") == answers(scaled, "reference") == expected
 
 
-def test_a_layer_with_a_twist_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_layer_with_another_forward_is_not_replaced(tmp_path: Path) -> None:
     """A layer whose addition is not the plain one: its parts are fused, the layer is not."""
     loaded = load(tiny_models.save("llama", tmp_path, num_layers=2))
     model: Any = loaded.model

@@ -26,7 +26,7 @@ CHECKS = ("rows_are_equivalent", "attention_is_equivalent", "layers_are_equivale
 
 
 @pytest.mark.skipif(is_interpreted(), reason="kernels are interpreted in this process")
-def test_a_stand_in_that_fails_is_a_warning_once_and_the_model_stays(
+def test_a_replacement_that_fails_logs_one_warning_and_the_model_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The kernels do not run on a CPU's tensors."""

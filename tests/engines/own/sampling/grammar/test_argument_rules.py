@@ -69,7 +69,7 @@ def test_every_required_call_is_valid_and_read(compiler: GrammarCompiler, form: 
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_free_text_stays_text(compiler: GrammarCompiler, form: ToolFormat) -> None:
+def test_text_without_a_call_is_read_as_text(compiler: GrammarCompiler, form: ToolFormat) -> None:
     for seed in range(40):
         free, parser, text = read(form, answer(compiler, form, seed, tools=TOOLS), tools=TOOLS)
         if parser.calls:
@@ -108,7 +108,7 @@ def test_free_text_stays_text(compiler: GrammarCompiler, form: ToolFormat) -> No
     ],
     ids=FORMS,
 )
-def test_what_a_model_writes_is_allowed_and_read_at_every_cut(
+def test_usual_calls_are_admitted_and_read_at_every_cut(
     compiler: GrammarCompiler, form: ToolFormat, text: str, calls: list[tuple[str, object]]
 ) -> None:
     grammar = call_grammar(form, {}, TOOLS, "auto", is_parallel=True)
@@ -125,7 +125,7 @@ def test_what_a_model_writes_is_allowed_and_read_at_every_cut(
             assert "".join(delta.arguments for delta in deltas) == call.arguments
 
 
-def test_text_that_does_not_begin_with_a_call_has_none() -> None:
+def test_pythonic_calls_behind_text_are_read_as_text() -> None:
     grammar = call_grammar(PYTHONIC, {}, TOOLS, "auto", is_parallel=True)
     parser = CallParser(grammar, call_ids("j", 0, 24))
     assert [parser.push(text)[0] for text in ("See ", "[1] and [trip_home()]")] == [
@@ -148,7 +148,7 @@ def test_text_that_does_not_begin_with_a_call_has_none() -> None:
         ({"properties": {"a": {"enum": ["b", "a\n</parameter>\n"]}}}, "'</parameter>', which ends"),
     ],
 )
-def test_what_this_form_cannot_enforce_is_refused_by_name(
+def test_keywords_that_this_form_cannot_enforce_are_refused_by_name(
     compiler: GrammarCompiler, parameters: dict[str, object], sentence: str
 ) -> None:
     tools = (Tool(ToolFunction("get", parameters=parameters, strict=True)),)
@@ -169,7 +169,7 @@ def test_what_this_form_cannot_enforce_is_refused_by_name(
         ),
     ],
 )
-def test_what_is_not_strict_binds_what_it_can(
+def test_a_loose_tool_enforces_the_keywords_that_this_form_can(
     compiler: GrammarCompiler, parameters: dict[str, object], text: str, arguments: object
 ) -> None:
     tools = (Tool(ToolFunction("get", parameters=parameters)),)
@@ -185,7 +185,7 @@ def test_what_is_not_strict_binds_what_it_can(
     assert [json.loads(call.arguments) for call in parser.calls] == [arguments]
 
 
-def test_a_schema_that_cannot_be_read_breaks_no_parser() -> None:
+def test_a_parser_is_made_for_an_unreadable_schema() -> None:
     """The worker makes the parser before the engine refuses the schema."""
     tools = (Tool(ToolFunction("get", parameters={"properties": 5})),)
     CallParser(call_grammar(XML, {}, tools, "auto", is_parallel=True), call_ids("j", 0, 24))

@@ -110,7 +110,7 @@ def test_every_required_call_is_valid_and_read(compiler: GrammarCompiler, form: 
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_free_text_may_end_in_calls(compiler: GrammarCompiler, form: ToolFormat) -> None:
+def test_calls_behind_free_text_are_read(compiler: GrammarCompiler, form: ToolFormat) -> None:
     with_calls = 0
     for seed in range(60):
         free, parser, text = read(form, answer(compiler, form, seed))
@@ -123,7 +123,9 @@ def test_free_text_may_end_in_calls(compiler: GrammarCompiler, form: ToolFormat)
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_one_call_at_most_and_a_named_one(compiler: GrammarCompiler, form: ToolFormat) -> None:
+def test_parallel_calls_can_be_forbidden_and_a_function_required(
+    compiler: GrammarCompiler, form: ToolFormat
+) -> None:
     for seed in range(15):
         ids = answer(compiler, form, seed, "required", is_parallel=False)
         _, parser, text = read(form, ids, "required", is_parallel=False)
@@ -142,7 +144,7 @@ ANSWER: dict[str, object] = {
 
 
 @pytest.mark.parametrize("name", ["HERMES", "MISTRAL", "DEEPSEEK"])
-def test_beside_tools_a_schema_binds_the_answer(compiler: GrammarCompiler, name: str) -> None:
+def test_a_schema_beside_tools_binds_the_text_answer(compiler: GrammarCompiler, name: str) -> None:
     form = FORMATS[name]
     calls = call_grammar(form, {}, TOOLS, "auto", is_parallel=True, has_schema=True)
     wanted = ResponseFormat(calls=calls, json_schema=ANSWER)
@@ -167,14 +169,14 @@ def test_beside_tools_a_schema_binds_the_answer(compiler: GrammarCompiler, name:
     assert (free, parser.calls) == (answer, ())
 
 
-def test_a_resume_at_every_token_goes_on_alike(compiler: GrammarCompiler) -> None:
+def test_an_answer_resumed_at_any_token_continues_the_same(compiler: GrammarCompiler) -> None:
     form = FORMATS["HERMES"]
     whole = answer(compiler, form, 3, "required")
     for cut in range(len(whole)):
         assert answer(compiler, form, 3, "required", resumed=tuple(whole[:cut])) == whole, cut
 
 
-def test_a_special_token_is_the_trigger(compiler: GrammarCompiler) -> None:
+def test_a_special_token_triggers_a_call(compiler: GrammarCompiler) -> None:
     vocab = [b"" if i >= FIRST_MARK else word for i, word in enumerate(VOCAB)]
     special = GrammarCompiler.from_vocab(vocab, [EOS], special_ids=[*SPECIAL.values(), EOS])
     form = FORMATS["MISTRAL"]
@@ -195,7 +197,7 @@ def test_a_special_token_is_the_trigger(compiler: GrammarCompiler) -> None:
         ({"properties": {"a": {"$ref": "https://example.org/a.json"}}}, "'get'"),
     ],
 )
-def test_parameters_that_cannot_be_used_are_refused_by_name(
+def test_unusable_tool_parameters_are_refused_by_name(
     compiler: GrammarCompiler, parameters: dict[str, object], sentence: str
 ) -> None:
     tools = (Tool(ToolFunction("get", parameters=parameters, strict=True)),)

@@ -123,7 +123,7 @@ def test_drawn_answers_are_calls_or_answers(
     assert num_thoughts
 
 
-def test_a_required_call_comes_behind_thoughts_alone(compiler: GrammarCompiler) -> None:
+def test_a_required_call_follows_thoughts_only(compiler: GrammarCompiler) -> None:
     form, params = form_of(tool_choice="required")
     for seed in range(20):
         check(read(form, drawn(compiler, params, seed))[0])
@@ -138,7 +138,7 @@ def test_a_required_call_comes_behind_thoughts_alone(compiler: GrammarCompiler) 
         (THOUGHTS + FINAL + "commentary to=functions.get", ("I look.", None, [])),
     ],
 )
-def test_what_a_model_writes_is_allowed_and_read(
+def test_usual_channel_answers_are_admitted_and_read(
     compiler: GrammarCompiler, text: str, expected: tuple[str, str | None, list[str]]
 ) -> None:
     form, params = form_of()
@@ -154,7 +154,7 @@ def test_what_a_model_writes_is_allowed_and_read(
     assert [call.name for call in result.tool_calls] == names
 
 
-def test_a_cut_at_every_token_is_resumed_alike_and_not_complete() -> None:
+def test_an_answer_cut_at_any_token_is_incomplete_and_resumed_the_same() -> None:
     form, _ = form_of()
     ids = harmony().encode(THOUGHTS + CALL.format("get", '{"city": "Rom"}'))
     whole, output = read(form, ids)
@@ -173,7 +173,7 @@ def test_a_cut_at_every_token_is_resumed_alike_and_not_complete() -> None:
         ({"add_generation_prompt": False}, "a prompt that does not end where an answer begins"),
     ],
 )
-def test_what_does_not_go_with_calls_in_channels_is_refused(
+def test_options_incompatible_with_calls_in_channels_are_refused(
     fields: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(TemplateError, match=sentence):

@@ -90,7 +90,7 @@ def test_concurrent_requests_share_one_compilation() -> None:
     assert slow.calls == ["slow"]
 
 
-def test_a_failure_is_one_sentence_and_is_not_cached() -> None:
+def test_a_failed_compilation_is_one_sentence_and_not_cached() -> None:
     slow = Slow()
     compiler = make(slow)
     for _ in range(2):
@@ -99,7 +99,7 @@ def test_a_failure_is_one_sentence_and_is_not_cached() -> None:
     assert slow.calls == ["bad", "bad"]
 
 
-def test_the_cache_holds_so_many_characters() -> None:
+def test_the_grammar_cache_is_bounded_by_characters() -> None:
     slow = Slow()
     compiler = make(slow, cached_chars=1_000)
     for source in ("a" * 600, "b" * 300, "b" * 300, "c" * 600, "b" * 300, "a" * 600):
@@ -107,7 +107,7 @@ def test_the_cache_holds_so_many_characters() -> None:
     assert [source[0] for source in slow.calls] == ["a", "b", "c", "a"]
 
 
-def test_only_so_many_run_at_once() -> None:
+def test_a_tenant_compiles_at_most_its_number_of_grammars_at_once() -> None:
     slow = Slow()
     compiler = make(slow, threads=3, threads_each=2)
     futures = [compiler.compile(regex(f"slow {i}")) for i in range(4)]
@@ -139,7 +139,9 @@ def test_parameters_without_a_format_need_no_preparation() -> None:
         (ResponseFormat(regex="a" * (MAX_SOURCE_CHARS + 1)), "limit"),
     ],
 )
-def test_what_is_refused_before_it_is_compiled(wanted: ResponseFormat, problem: str) -> None:
+def test_invalid_formats_are_refused_before_compilation(
+    wanted: ResponseFormat, problem: str
+) -> None:
     with pytest.raises(GrammarError, match=problem):
         make(Slow()).compile(wanted).result(60)
 
@@ -179,7 +181,9 @@ def test_what_is_refused_before_it_is_compiled(wanted: ResponseFormat, problem: 
         ),
     ],
 )
-def test_what_the_library_refuses(bytewise: GrammarCompiler, wanted: ResponseFormat) -> None:
+def test_grammars_that_the_library_refuses_are_errors_of_one_sentence(
+    bytewise: GrammarCompiler, wanted: ResponseFormat
+) -> None:
     error = bytewise.compile(wanted).exception(60)
     assert isinstance(error, GrammarError)
     assert error.code == "invalid_request"
@@ -213,7 +217,7 @@ def is_allowed(compiler: GrammarCompiler, wanted: ResponseFormat, answer: str) -
     )
 
 
-def test_structural_tags_bind_behind_their_triggers(bytewise: GrammarCompiler) -> None:
+def test_structural_tags_bind_text_behind_their_triggers(bytewise: GrammarCompiler) -> None:
     wanted = ResponseFormat(structural_tag=TAG)
     answers = (
         "No tag.",
@@ -226,7 +230,7 @@ def test_structural_tags_bind_behind_their_triggers(bytewise: GrammarCompiler) -
     assert found == [True, True, False, False, False]
 
 
-def test_a_structural_tag_that_is_none_is_refused(bytewise: GrammarCompiler) -> None:
+def test_an_invalid_structural_tag_is_refused(bytewise: GrammarCompiler) -> None:
     none: list[dict[str, object]] = [{}, {"type": "structural_tag"}, {**TAG, "format": {"a": 1}}]
     for tag in none:
         with pytest.raises(GrammarError, match=r"^response_format\.structural_tag cannot be"):

@@ -25,7 +25,7 @@ def test_slow_grammars_of_one_tenant_leave_a_thread_to_the_others() -> None:
     assert not wait(futures, 60).not_done
 
 
-def test_a_grammar_that_waits_for_another_tenant_is_compiled_in_the_first_turn() -> None:
+def test_a_grammar_wanted_by_two_tenants_is_compiled_in_the_earlier_turn() -> None:
     slow = Slow()
     compiler = make(slow, threads=2, threads_each=1)
     first = compiler.compile(regex("slow"), "mallory")
@@ -52,7 +52,7 @@ def fail_to_start(monkeypatch: pytest.MonkeyPatch, names: set[str], error: Excep
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
-def test_a_grammar_whose_thread_cannot_start_fails_and_leaves_its_place(
+def test_a_grammar_whose_thread_cannot_start_fails_and_frees_its_place(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, names = Slow(), {"grammar"}
@@ -68,7 +68,7 @@ def test_a_grammar_whose_thread_cannot_start_fails_and_leaves_its_place(
     assert slow.calls == ["a"]
 
 
-def test_a_compiled_grammar_is_given_out_where_the_next_cannot_start(
+def test_a_compiled_grammar_is_returned_though_the_next_cannot_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slow, names = Slow(), set[str]()

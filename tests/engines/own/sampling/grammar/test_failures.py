@@ -31,7 +31,7 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler.from_vocab(VOCAB, [EOS])
 
 
-def test_a_grammar_that_holds_up_every_step_fails_alone(
+def test_a_grammar_over_the_limit_for_one_token_fails_alone(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(structured_output, "TOKEN_LIMIT_S", 0.01)
@@ -51,7 +51,7 @@ def test_a_grammar_that_holds_up_every_step_fails_alone(
     assert "too ambiguous" in errors[0]
 
 
-def test_a_grammar_that_costs_a_little_too_much_for_long_fails_alone(
+def test_a_grammar_over_the_limit_for_all_its_tokens_fails_alone(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each token stays below the limit of one; together they are too much."""
@@ -70,7 +70,7 @@ def test_a_grammar_that_costs_a_little_too_much_for_long_fails_alone(
     assert "too ambiguous: one token takes more than 0.01 s" in errors[0]
 
 
-def test_the_request_is_to_blame_for_a_dead_end_and_not_for_a_token_that_others_drew(
+def test_a_dead_end_is_the_request_s_error_and_a_foreign_token_the_engine_s(
     compiler: GrammarCompiler,
 ) -> None:
     dead = structured(ResponseFormat(grammar='root ::= "a" b\nb ::= b "x"'))

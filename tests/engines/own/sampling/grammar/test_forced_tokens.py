@@ -40,7 +40,7 @@ QUERY = ResponseFormat(grammar='root ::= "name: " [a-c] [a-c] ": true, " ("12" |
 
 @pytest.mark.parametrize("penalty", [0.0, 0.7])
 @pytest.mark.parametrize("wanted", [JSON, ORDER, QUERY], ids=["JSON", "regex", "EBNF"])
-def test_forced_tokens_change_nothing(
+def test_forced_tokens_as_drafts_change_no_answer(
     compiler: GrammarCompiler, wanted: ResponseFormat, penalty: float
 ) -> None:
     """Certain tokens are not drawn; those after them keep their own noise and penalties."""
@@ -95,7 +95,7 @@ def test_tokens_that_a_grammar_refuses_are_reported_by_the_mask(compiler: Gramma
     assert "is not in the grammar" in errors[0]
 
 
-def test_reading_for_drafts_counts_as_time_of_the_grammar(
+def test_matching_for_drafts_counts_as_time_of_the_grammar(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler, sequence = make_sampler(compiler), structured(JSON)
@@ -157,7 +157,7 @@ class Counted:
         self._matcher.fill_next_token_bitmask(words, row)
 
 
-def test_a_grammar_that_forces_nothing_costs_one_mask_and_few_tokens_for_each_step(
+def test_a_grammar_without_forced_tokens_costs_one_mask_and_few_tokens_a_step(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
@@ -183,7 +183,7 @@ def test_a_grammar_that_forces_nothing_costs_one_mask_and_few_tokens_for_each_st
         assert matcher.accept_token(token_id) == plain.accept_token(token_id)
 
 
-def test_masks_behind_a_walk_are_those_without_one(compiler: GrammarCompiler) -> None:
+def test_masks_after_a_walk_of_forced_text_equal_those_without(compiler: GrammarCompiler) -> None:
     start = compiler.compile(ResponseFormat(regex="name: ([0-9]x){3}(true|tru1)")).result(60)
     matcher, plain = start(), start()
     found, wanted = open_masks(1, len(VOCAB)), open_masks(1, len(VOCAB))
@@ -258,7 +258,7 @@ def test_a_forced_text_is_bounded_before_it_is_computed(
         assert matcher.accept_token(forced[0])
 
 
-def test_the_walk_of_a_forced_text_leaves_the_matcher_where_it_was(
+def test_the_walk_of_a_forced_text_does_not_move_the_matcher(
     compiler: GrammarCompiler,
 ) -> None:
     wanted = ResponseFormat(grammar='root ::= "é☁" "x" ("true" | "tru" [0-9]) "end"')

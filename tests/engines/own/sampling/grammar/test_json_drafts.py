@@ -56,7 +56,7 @@ def compiler() -> GrammarCompiler:
         ),
     ],
 )
-def test_a_schema_that_cannot_be_read_is_refused_with_its_place(
+def test_an_unreadable_schema_is_refused_with_its_place(
     compiler: GrammarCompiler, schema: dict[str, object], problem: str, strict: bool
 ) -> None:
     with pytest.raises(GrammarError) as refusal:
@@ -71,7 +71,7 @@ def test_a_schema_that_cannot_be_read_is_refused_with_its_place(
 @pytest.mark.parametrize(
     "schema", [{"multipleOf": 1e-30}, {"type": "integer", "minimum": 5, "maximum": 1}]
 )
-def test_what_the_compiler_refuses_names_the_schema(
+def test_a_schema_that_the_compiler_refuses_is_named(
     compiler: GrammarCompiler, schema: dict[str, object]
 ) -> None:
     with pytest.raises(
@@ -170,7 +170,7 @@ def test_anchors_of_earlier_drafts_are_found() -> None:
         ({**DRAFT7, "not": DRAFT2019}, "'$schema' at /not is not supported"),
     ],
 )
-def test_what_cannot_be_read_in_the_newest_draft_is_refused(
+def test_keywords_without_meaning_in_the_newest_draft_are_refused(
     compiler: GrammarCompiler, schema: dict[str, object], problem: str
 ) -> None:
     with pytest.raises(GrammarError) as refusal:

@@ -100,7 +100,7 @@ def admits(schema: object, value: object) -> bool:
 
 @pytest.mark.parametrize("expand", [False, True])
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)
-def test_it_admits_what_it_admitted(schema: dict[str, object], expand: bool) -> None:
+def test_a_rewritten_schema_admits_the_same_values(schema: dict[str, object], expand: bool) -> None:
     rewritten = rewrite(schema, expand_one_of=expand)
     assert rewritten.problems == ()
     changed = [
@@ -210,7 +210,7 @@ def test_random_schemas_mean_the_same_or_are_refused(schema: object, expand: boo
         ({"properties": 5}, "a keyword at the top has a value of a wrong type"),
     ],
 )
-def test_what_cannot_be_expressed_is_named_with_its_place(
+def test_inexpressible_keywords_are_named_with_their_place(
     schema: dict[str, object], problem: str
 ) -> None:
     found = rewrite(schema).problems
@@ -218,7 +218,7 @@ def test_what_cannot_be_expressed_is_named_with_its_place(
     assert problem in found[0]
 
 
-def test_recursion_through_a_value_is_kept() -> None:
+def test_recursive_schemas_stay_recursive() -> None:
     tree = {
         "type": "object",
         "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}},
@@ -229,14 +229,14 @@ def test_recursion_through_a_value_is_kept() -> None:
     assert not admits(rewritten.schema, {"left": {}})
 
 
-def test_a_bottomless_schema_is_refused() -> None:
+def test_a_schema_nested_too_deep_is_refused() -> None:
     schema: dict[str, object] = {"type": "integer"}
     for _ in range(MAX_DEPTH + 1):
         schema = {"type": "array", "items": schema}
     assert "levels deep" in rewrite(schema).problems[0]
 
 
-def test_what_grows_without_measure_is_refused() -> None:
+def test_a_schema_that_grows_too_large_is_refused() -> None:
     defs: dict[str, object] = {
         f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(6)
     }
@@ -244,7 +244,7 @@ def test_what_grows_without_measure_is_refused() -> None:
     assert "more than" in rewrite(schema).problems[0]
 
 
-def test_many_patterns_of_one_text_are_refused_and_those_of_a_complement_are_not() -> None:
+def test_many_patterns_of_one_text_are_refused_but_not_those_of_a_complement() -> None:
     """The compiler's time and memory double with each of them."""
     parts = [{"pattern": f"xy{i}"} for i in range(11)]
     refused: list[dict[str, object]] = [
@@ -280,20 +280,22 @@ def test_many_patterns_of_one_text_are_refused_and_those_of_a_complement_are_not
         (r"(?:a|(?<n>b))", r"(?:a|(?<n>b))"),
     ],
 )
-def test_patterns_are_translated(pattern: str, expected: str) -> None:
+def test_javascript_patterns_are_translated(pattern: str, expected: str) -> None:
     assert translated(pattern) == expected
 
 
 @pytest.mark.parametrize(
     "pattern", [r"(?=a)", r"(?<!a)", r"\bfoo", r"(a)\1", r"\k<n>", "(?i)a", "[]"]
 )
-def test_patterns_of_another_power_are_refused(pattern: str) -> None:
+def test_patterns_that_are_not_regular_are_refused(pattern: str) -> None:
     with pytest.raises(PatternProblem, match="not supported"):
         translated(pattern)
 
 
 @given(st.text("ab\n\U0001f600", max_size=4), st.text("ab\n\U0001f600", max_size=5))
-def test_a_pattern_of_every_string_but_one(literal: str, text: str) -> None:
+def test_a_pattern_of_all_other_strings_matches_every_string_but_one(
+    literal: str, text: str
+) -> None:
     pattern = other_than(literal)
     assert pattern is not None
     assert bool(re.fullmatch(pattern[1:-1], text)) == (text != literal)

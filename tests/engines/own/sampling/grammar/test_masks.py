@@ -125,7 +125,7 @@ def test_random_logits_give_texts_of_the_grammar(
     ast.parse(re.sub(r"\b0+(?=\d)", "", total), mode="eval")  # brackets in pairs
 
 
-def test_an_empty_schema_admits_any_object_and_only_objects(compiler: GrammarCompiler) -> None:
+def test_an_empty_schema_admits_objects_only(compiler: GrammarCompiler) -> None:
     for seed in range(5):
         (text,) = run(
             make_sampler(compiler),
@@ -134,7 +134,9 @@ def test_an_empty_schema_admits_any_object_and_only_objects(compiler: GrammarCom
         assert isinstance(json.loads(text), dict)
 
 
-def test_free_sequences_beside_structured_ones_are_untouched(compiler: GrammarCompiler) -> None:
+def test_free_sequences_beside_structured_ones_draw_the_same_tokens(
+    compiler: GrammarCompiler,
+) -> None:
     free = SamplingParams(temperature=0.9)
     together, alone = Sequence("r", [1, 2], 2, free, seed=4), Sequence("r", [1, 2], 2, free, seed=4)
     model, mixed, single = Writer(WIDTH), make_sampler(compiler), make_sampler(None)
@@ -150,7 +152,7 @@ def test_free_sequences_beside_structured_ones_are_untouched(compiler: GrammarCo
     assert together.output_ids == alone.output_ids
 
 
-def test_drafts_right_and_wrong_change_nothing(compiler: GrammarCompiler) -> None:
+def test_right_and_wrong_drafts_change_no_structured_answer(compiler: GrammarCompiler) -> None:
     for seed in range(4):
         plain = structured(JSON, seed, temperature=0.8)
         run(make_sampler(compiler), [plain])
@@ -170,7 +172,9 @@ def test_drafts_right_and_wrong_change_nothing(compiler: GrammarCompiler) -> Non
         assert len(steps) < len(truth)
 
 
-def test_preempted_resumed_and_abandoned_sequences_are_replayed(compiler: GrammarCompiler) -> None:
+def test_preempted_resumed_and_abandoned_sequences_continue_the_same(
+    compiler: GrammarCompiler,
+) -> None:
     plain = structured(JSON, 3)
     run(make_sampler(compiler), [plain])
     sampler, model, moved = make_sampler(compiler), Writer(WIDTH, memory=8), structured(JSON, 3)
@@ -199,7 +203,9 @@ def test_a_resumed_text_that_breaks_the_grammar_fails_alone(compiler: GrammarCom
     assert len(tokens[1]) == 1
 
 
-def test_a_step_launched_before_the_last_ones_token_is_known(compiler: GrammarCompiler) -> None:
+def test_a_step_launched_before_the_last_token_is_known_keeps_the_grammar(
+    compiler: GrammarCompiler,
+) -> None:
     plain = structured(JSON, 6, temperature=0.8)
     run(make_sampler(compiler), [plain])
     sampler, model, sequence = (
@@ -212,7 +218,7 @@ def test_a_step_launched_before_the_last_ones_token_is_known(compiler: GrammarCo
     )
 
 
-def test_a_token_in_flight_that_no_step_of_ours_draws(compiler: GrammarCompiler) -> None:
+def test_a_token_in_flight_from_no_known_step_is_an_error(compiler: GrammarCompiler) -> None:
     sequence = structured(JSON)
     sequence.num_inflight = 1
     _, _, errors = (
@@ -221,7 +227,7 @@ def test_a_token_in_flight_that_no_step_of_ours_draws(compiler: GrammarCompiler)
     assert "has not reached the host" in errors[0]
 
 
-def test_a_finished_grammar_ends_even_short_of_min_tokens(compiler: GrammarCompiler) -> None:
+def test_a_finished_grammar_ends_the_answer_before_min_tokens(compiler: GrammarCompiler) -> None:
     (text,) = run(make_sampler(compiler), [structured(ResponseFormat(regex="ab"), min_tokens=50)])
     assert text == "ab"
     (longer,) = run(
@@ -230,7 +236,9 @@ def test_a_finished_grammar_ends_even_short_of_min_tokens(compiler: GrammarCompi
     assert len(longer) >= 20
 
 
-def test_with_ignore_eos_only_the_end_follows_the_end(compiler: GrammarCompiler) -> None:
+def test_with_ignore_eos_a_finished_grammar_admits_only_end_tokens(
+    compiler: GrammarCompiler,
+) -> None:
     sampler, sequence = (
         make_sampler(compiler),
         structured(ResponseFormat(regex="ab"), ignore_eos=True),
@@ -244,7 +252,7 @@ def test_with_ignore_eos_only_the_end_follows_the_end(compiler: GrammarCompiler)
     assert sequence.output_ids[2:] == [EOS] * (sequence.num_output_tokens - 2)
 
 
-def test_release_forgets_the_matcher(compiler: GrammarCompiler) -> None:
+def test_release_drops_the_matcher(compiler: GrammarCompiler) -> None:
     sampler, sequence = make_sampler(compiler), structured(DATE)
     run(sampler, [sequence])
     assert len(sampler._grammars) == 1
@@ -254,7 +262,7 @@ def test_release_forgets_the_matcher(compiler: GrammarCompiler) -> None:
     assert len(sampler._grammars) == 0
 
 
-def test_a_grammar_belongs_to_its_sequence_and_is_compiled_in_no_step(
+def test_a_sequence_s_grammar_is_compiled_once_and_never_in_a_step(
     compiler: GrammarCompiler,
 ) -> None:
     """The compiler has dropped the grammar since; a new compilation would take as long."""
@@ -271,7 +279,7 @@ def test_a_grammar_belongs_to_its_sequence_and_is_compiled_in_no_step(
     assert re.fullmatch(str(DATE.regex), date)
 
 
-def test_a_step_reads_the_new_tokens_and_copies_no_others(compiler: GrammarCompiler) -> None:
+def test_a_step_reads_only_the_new_tokens_of_a_sequence(compiler: GrammarCompiler) -> None:
     copied: list[int] = []
 
     class Tokens(list[int]):

@@ -111,21 +111,21 @@ def test_a_grammar_that_fills_memory_ends_alone_within_its_limit() -> None:
         assert pid_of(compiler) == pid
 
 
-def test_a_grammar_without_end_is_limited_by_its_cpu_time() -> None:
+def test_an_endless_grammar_is_refused_after_its_cpu_time() -> None:
     with closing(limited(cpu_s=0.3, wall_s=600)) as compiler:
         error = problem(compiler.compile(regex(ENDLESS)))
         assert str(error) == "the grammar took more than 0.3 s to compile"
         assert error.code == "invalid_request"
 
 
-def test_what_fails_for_want_of_time_may_be_tried_again() -> None:
+def test_a_grammar_cut_off_by_wall_time_is_an_engine_error_to_try_again() -> None:
     with closing(limited(cpu_s=600, wall_s=0.3)) as compiler:
         error = problem(compiler.compile(regex(ENDLESS)))
         assert "too busy to compile the grammar within 0.3 s; try again later" in str(error)
         assert error.code == "engine_error"
 
 
-def test_endless_grammars_of_two_tenants_stop_no_other() -> None:
+def test_endless_grammars_of_two_tenants_do_not_block_a_third() -> None:
     with closing(limited(cpu_s=0.3)) as compiler:
         futures = [
             compiler.compile(regex(ENDLESS + "b" * i), tenant)
@@ -142,7 +142,7 @@ def test_endless_grammars_of_two_tenants_stop_no_other() -> None:
 
 
 @pytest.mark.parametrize("source", CIRCLES)
-def test_rules_that_stand_for_themselves_are_refused(usual: GrammarCompiler, source: str) -> None:
+def test_circular_grammar_rules_are_refused(usual: GrammarCompiler, source: str) -> None:
     form = {"type": "grammar", "grammar": source}
     tag: dict[str, object] = {"type": "structural_tag", "format": form}
     for wanted in (ResponseFormat(grammar=source), ResponseFormat(structural_tag=tag)):
@@ -151,7 +151,7 @@ def test_rules_that_stand_for_themselves_are_refused(usual: GrammarCompiler, sou
         assert "stand for themselves" in str(error) or "it admits no text" in str(error)
 
 
-def test_a_crash_of_the_library_fails_one_grammar_alone(usual: GrammarCompiler) -> None:
+def test_a_crash_of_the_library_fails_only_its_grammar(usual: GrammarCompiler) -> None:
     assert is_compiled(usual, "123")
     pid = pid_of(usual)
     long = usual.compile(regex("1" + "|".join(f"w{i}" for i in range(3_000))), "victim")
@@ -178,7 +178,7 @@ def test_the_lowest_integers_are_refused_or_left_open(
     assert usual.compile(ResponseFormat(json_schema=schema, strict=False)).result(120)()
 
 
-def test_a_killed_process_is_replaced(usual: GrammarCompiler) -> None:
+def test_a_killed_compiler_process_is_replaced(usual: GrammarCompiler) -> None:
     assert is_compiled(usual, "1")
     pid = pid_of(usual)
     killed = workers(pid)
@@ -194,7 +194,9 @@ def test_a_killed_process_is_replaced(usual: GrammarCompiler) -> None:
     assert pid_of(usual) != pid
 
 
-def test_a_grammar_whose_process_is_killed_may_be_tried_again(usual: GrammarCompiler) -> None:
+def test_a_grammar_whose_process_is_killed_is_an_engine_error_to_try_again(
+    usual: GrammarCompiler,
+) -> None:
     assert is_compiled(usual, "1")
     future = usual.compile(regex(ENDLESS))
     until(lambda: any(map(is_running, workers(pid_of(usual)))))
@@ -212,7 +214,7 @@ def is_running(pid: int) -> bool:
     return False
 
 
-def test_the_process_inherits_no_socket() -> None:
+def test_the_compiler_process_inherits_no_socket() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, closing(limited()) as compiler:
         server.set_inheritable(True)
         assert is_compiled(compiler, "1")
@@ -264,7 +266,7 @@ time.sleep(600)
 """
 
 
-def test_a_killed_engine_leaves_no_process() -> None:
+def test_a_killed_engine_leaves_no_compiler_process() -> None:
     with subprocess.Popen([sys.executable, "-c", ENGINE], stdout=subprocess.PIPE) as engine:
         assert engine.stdout is not None
         pid = int(engine.stdout.readline())

@@ -31,7 +31,7 @@ SCHEMAS = [*TYPED, *EARLIER, *INVALID]
 
 
 @pytest.mark.parametrize("answers", [2, pytest.param(40, marks=pytest.mark.slow)])
-async def test_no_answer_breaks_its_schema_in_silence(
+async def test_no_random_answer_violates_its_schema_unreported(
     answers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = await count(SCHEMAS, GrammarCompiler.from_vocab(VOCAB, [EOS]), answers, 200)
@@ -51,7 +51,7 @@ async def test_no_answer_breaks_its_schema_in_silence(
     assert int(str(found["finished"])) > answers * (len(SCHEMAS) - num_refused) // 2
 
 
-async def test_an_answer_that_breaks_its_schema_is_counted() -> None:
+async def test_an_answer_that_violates_its_schema_is_counted() -> None:
     real = GrammarCompiler.from_vocab(VOCAB, [EOS])
 
     def compile_any(kind: str, source: str) -> Any:

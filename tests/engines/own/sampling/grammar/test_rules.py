@@ -32,7 +32,7 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler.from_vocab(VOCAB, [EOS])
 
 
-def test_json_keeps_its_format_although_ngrams_would_repeat(compiler: GrammarCompiler) -> None:
+def test_json_keeps_its_format_with_no_repeat_ngram_size(compiler: GrammarCompiler) -> None:
     for seed in range(4):
         sequence = structured(
             JSON, seed, no_repeat_ngram_size=1, suppress_tokens=tuple(b"123"), temperature=0.8
@@ -42,14 +42,16 @@ def test_json_keeps_its_format_although_ngrams_would_repeat(compiler: GrammarCom
         assert not set(b"123") & set(sequence.output_ids)
 
 
-def test_a_repetition_gives_way_only_where_nothing_else_is_left(compiler: GrammarCompiler) -> None:
+def test_a_banned_repetition_is_allowed_only_if_the_format_admits_no_other_token(
+    compiler: GrammarCompiler,
+) -> None:
     sequence = structured(ABC, no_repeat_ngram_size=1, temperature=0.0)
     (text,) = run(make_sampler(compiler), [sequence])
     assert re.fullmatch(ABC.regex or "", text)
     assert set(text[:3]) == set("abc")  # each once, while one is left
 
 
-def test_a_forced_token_is_forced_where_the_format_allows_it(compiler: GrammarCompiler) -> None:
+def test_a_forced_token_is_forced_only_if_the_format_allows_it(compiler: GrammarCompiler) -> None:
     for wanted, first in ((B, B), (X, None)):
         sequence = structured(ABC, forced_bos_token_id=wanted, forced_eos_token_id=EOS)
         sequence.max_tokens = 3  # the format allows no end there
@@ -60,7 +62,7 @@ def test_a_forced_token_is_forced_where_the_format_allows_it(compiler: GrammarCo
         assert sequence.output_ids[2] in {A, B, C}
 
 
-def test_a_ban_of_all_that_the_format_allows_is_the_requests_fault(
+def test_a_ban_of_every_allowed_token_fails_the_request(
     compiler: GrammarCompiler,
 ) -> None:
     sequence = structured(ABC, suppress_tokens=(A, B, C, VOCAB.index(b"abc")))
@@ -70,7 +72,7 @@ def test_a_ban_of_all_that_the_format_allows_is_the_requests_fault(
 
 
 @pytest.mark.parametrize("wanted", [JSON, ABC], ids=["JSON", "regex"])
-def test_drafts_and_late_tokens_change_nothing(
+def test_drafts_and_late_tokens_change_no_answer_under_token_rules(
     compiler: GrammarCompiler, wanted: ResponseFormat
 ) -> None:
     rules: dict[str, Any] = {
@@ -94,7 +96,7 @@ def test_drafts_and_late_tokens_change_nothing(
         assert generate_a_step_late(make_sampler(compiler), model, late, count) == plain.output_ids
 
 
-def test_a_parameter_that_names_tokens_edits_them() -> None:
+def test_edits_tokens_is_true_for_each_parameter_that_names_tokens() -> None:
     assert not SamplingParams(stop_token_ids=(3,), min_tokens=2).edits_tokens
     each: tuple[dict[str, Any], ...] = (
         {"logit_bias": {3: 1.0}}, {"bad_words_ids": ((3,),)}, {"sequence_bias": (((3,), 1.0),)},

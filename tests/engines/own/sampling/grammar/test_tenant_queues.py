@@ -10,7 +10,7 @@ def taken(queues: TenantQueues[int]) -> list[tuple[str, int]]:
     return found
 
 
-def test_tenants_take_turns_whatever_each_has_waiting() -> None:
+def test_tenants_take_turns_regardless_of_their_backlogs() -> None:
     queues: TenantQueues[int] = TenantQueues(10, 10)
     for i in range(4):
         queues.add("a", i)
@@ -22,7 +22,7 @@ def test_tenants_take_turns_whatever_each_has_waiting() -> None:
     ]  # fmt: skip
 
 
-def test_a_tenant_holds_its_places_and_leaves_one_to_others() -> None:
+def test_a_tenant_gets_at_most_its_places_and_one_stays_for_others() -> None:
     queues: TenantQueues[int] = TenantQueues(3, 2)
     for i in range(3):
         queues.add("a", i)

@@ -61,7 +61,7 @@ def run(compiler: GrammarCompiler, sequence: Sequence, limit: int = 400, propose
 
 @pytest.mark.parametrize("budget", [0, 1, 7, 50])
 @pytest.mark.parametrize("thoughts", [OPEN, FREE])
-def test_a_budget_ends_thoughts_and_a_grammar_binds_behind_them(
+def test_a_budget_ends_thoughts_and_a_grammar_binds_the_text_behind_them(
     compiler: GrammarCompiler, thoughts: Thoughts, budget: int
 ) -> None:
     output = run(compiler, sequence_of(thoughts, budget))
@@ -89,7 +89,7 @@ def test_a_budget_without_a_grammar_leaves_the_answer_free(compiler: GrammarComp
 
 
 @pytest.mark.parametrize("budget", [0, 1, 6])
-def test_a_header_is_not_counted_and_the_closing_is_whole(
+def test_the_header_of_thoughts_is_not_counted_and_their_closing_is_complete(
     compiler: GrammarCompiler, budget: int
 ) -> None:
     sequence = sequence_of(CHANNELS, budget)
@@ -104,7 +104,7 @@ def test_a_header_is_not_counted_and_the_closing_is_whole(
 
 
 @pytest.mark.parametrize("thoughts", [OPEN, FREE])
-def test_a_resume_at_every_token_goes_on_alike(
+def test_thoughts_resumed_at_any_token_continue_the_same(
     compiler: GrammarCompiler, thoughts: Thoughts
 ) -> None:
     whole = run(compiler, sequence_of(thoughts, 9, temperature=0.8))
@@ -114,7 +114,7 @@ def test_a_resume_at_every_token_goes_on_alike(
         assert run(compiler, resumed) == whole, cut
 
 
-def test_drafts_right_and_wrong_change_nothing(compiler: GrammarCompiler) -> None:
+def test_right_and_wrong_drafts_change_no_thoughts(compiler: GrammarCompiler) -> None:
     for thoughts in (OPEN, FREE):
         truth = run(compiler, sequence_of(thoughts, 9, temperature=0.8))
 
