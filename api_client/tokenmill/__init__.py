@@ -33,10 +33,10 @@ from tokenmill.operations.io_requests import (
     Sleep,
     Subscribe,
 )
-from tokenmill.operations.job_request import JobHandle
 from tokenmill.operations.json_parts import JsonPart, json_parts, json_parts_async
 from tokenmill.operations.queue import DeadJob
 from tokenmill.operations.records import JobInfo, QueueDepth
+from tokenmill.operations.submit import JobHandle
 from tokenmill.transport.connect import Link
 
 __all__ = [

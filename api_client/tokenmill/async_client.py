@@ -34,12 +34,11 @@ from tokenmill.operations.io_requests import (
     StreamMessages,
     Subscribe,
 )
-from tokenmill.operations.job_request import JobHandle, as_score
 from tokenmill.operations.overview import QueueState
 from tokenmill.operations.queue import DeadJob
 from tokenmill.operations.records import JobInfo, QueueDepth
 from tokenmill.operations.retry_window import is_served
-from tokenmill.operations.submit import submit
+from tokenmill.operations.submit import JobHandle, as_score, submit
 from tokenmill.operations.tracing import producing
 from tokenmill.sql.look_ups import LookUps
 from tokenmill.transport import scripts

@@ -24,7 +24,7 @@ from tokenmill.errors import (
 )
 from tokenmill.openai.form_values import FormError
 from tokenmill.operations.io_requests import Operation, QueueContext, ServerTime
-from tokenmill.operations.job_request import (
+from tokenmill.operations.submit import (
     JobHandle,
     build_request,
     checked,

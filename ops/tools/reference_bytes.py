@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tokenmill.operations.job_request import estimated_tokens, fingerprint
+from tokenmill.operations.submit import estimated_tokens, fingerprint
 from tokenmill_schemas.chat import Message
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import encode

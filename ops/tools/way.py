@@ -28,7 +28,7 @@ from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.local.valkey_server import ValkeyServer
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_FILES = 84
+MAX_FILES = 80
 PRODUCTS = ("api_client", "migrations", "schemas", "worker")
 OBSERVERS = ("/telemetry/", "/operations/tracing.py")
 FLAG = "WAY_FLAG"

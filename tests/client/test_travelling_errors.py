@@ -18,7 +18,7 @@ from tokenmill.bulk.batch import BatchNotFound
 from tokenmill.celery.values import GenerationFailed
 from tokenmill.errors import TokenmillError
 from tokenmill.openai.form_values import FormError
-from tokenmill.operations.job_request import JobHandle
+from tokenmill.operations.submit import JobHandle
 from tokenmill.webhooks import BadSignature
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.result import JobError, JobResult, JobStatus

@@ -27,10 +27,10 @@ from tests.fuzz.seeds import (
 from tests.publish.support import CREATED_MS, MODEL, Clock
 from tests.support.tokenizers import byte_level
 from tokenmill.errors import ConfigurationError, InvalidRequest, UnreadableRecord
-from tokenmill.operations.job_request import build_request
 from tokenmill.operations.queue import read_dead, read_status
 from tokenmill.operations.records import FIELDS, read_depth, read_log, read_record
 from tokenmill.operations.stream_position import StreamPosition
+from tokenmill.operations.submit import build_request
 from tokenmill.transport.connect import parse_url
 from tokenmill_schemas import codec
 from tokenmill_schemas.codec import DecodeError, encode
@@ -39,7 +39,7 @@ from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.keys import Keys, queue_of
 from tokenmill_worker.contract.messages import FrameError, read_command, read_report
 from tokenmill_worker.contract.requests import GenerationRequest, RequestError
-from tokenmill_worker.engines.own.requests.validation import RequestValidator
+from tokenmill_worker.engines.own.requests import RequestValidator
 from tokenmill_worker.input.input_processor import InputProcessor
 from tokenmill_worker.input.log_reader import EndRules, LogCorrupt, replay
 from tokenmill_worker.input.log_reader import read_log as read_worker_log

@@ -13,7 +13,7 @@ from tests.fuzz.jobs.run import Outcome, fuzz
 from tests.fuzz.jobs.service import EndRow
 from tests.support.lifecycle import need_valkey
 from tokenmill.errors import InvalidRequest
-from tokenmill.operations.job_request import build_request
+from tokenmill.operations.submit import build_request
 
 DRAWN = [Case.draw(1, number) for number in range(300)]
 GOOD = EndRow("succeeded", "", "", "text")

@@ -13,7 +13,7 @@ import pytest
 import tokenmill
 from ops.tools import reference, reference_bytes
 from tokenmill import AsyncClient, Client
-from tokenmill.operations.job_request import fingerprint
+from tokenmill.operations.submit import fingerprint
 from tokenmill_schemas.codec import (
     decode_chunk,
     decode_control,

@@ -15,8 +15,8 @@ from tokenmill.transport.repairs import end_task
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.control import Drain
 from tokenmill_schemas.keys import Keys
-from tokenmill_worker.queue import control
-from tokenmill_worker.queue.control import ControlChannel
+from tokenmill_worker.queue import leases
+from tokenmill_worker.queue.leases import ControlChannel
 
 pytestmark = pytest.mark.redis
 
@@ -45,7 +45,7 @@ async def test_a_refused_channel_leaves_no_subscription_of_the_other_channel(
 
     monkeypatch.setattr(PubSubMultiplexer, "subscribe", refuse_control)
     monkeypatch.setattr(MultiplexedSubscription, "close", count_close)
-    monkeypatch.setattr(control, "RECONNECT_S", 0.01)
+    monkeypatch.setattr(leases, "RECONNECT_S", 0.01)
     client = redis.asyncio.Redis.from_url(redis_url)
     channel = ControlChannel(
         client,

@@ -18,7 +18,7 @@ from tokenmill import (
     RateLimited,
 )
 from tokenmill.operations.io_requests import Operation, RunScript
-from tokenmill.operations.job_request import build_request
+from tokenmill.operations.submit import build_request
 from tokenmill.transport.scripts import SUBMIT
 from tokenmill_schemas.keys import GROUP
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.schemas.recording import FOLDER
 from tests.schemas.samples import REQUEST
-from tokenmill.operations.job_request import build_request
+from tokenmill.operations.submit import build_request
 from tokenmill_schemas.codec import decode_request, encode
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_schemas.job import ADDED_IN, SCHEMA_VERSION, JobRequest, wire_version

@@ -17,7 +17,7 @@ from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingP
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.checking import checks as checks_module
-from tokenmill_worker.input.prompt_encoder import PromptEncoder
+from tokenmill_worker.input.input_processor import PromptEncoder
 from tokenmill_worker.jobs import AppendFailures, ChunkAppend, FinishedJob
 from tokenmill_worker.publish.chunker import Chunker
 from tokenmill_worker.publish.publisher import Publisher

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tests.support.worker import client_of, database_url, running_worker
-from tokenmill.operations.job_request import build_request
+from tokenmill.operations.submit import build_request
 from tokenmill.operations.tracing import producing
 from tokenmill_schemas import JobRequest
 from tokenmill_worker.errors import SettingsError

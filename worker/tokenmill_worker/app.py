@@ -29,9 +29,8 @@ from tokenmill_worker.errors import Unavailable
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.publish.publisher import Publisher, PublishLimits
 from tokenmill_worker.queue.consumer import Consumer
-from tokenmill_worker.queue.control import ControlChannel
 from tokenmill_worker.queue.job_stream import JobStream
-from tokenmill_worker.queue.leases import LeaseKeeper
+from tokenmill_worker.queue.leases import ControlChannel, LeaseKeeper
 from tokenmill_worker.record.finalizer import Finalizer, FinalizerLimits
 from tokenmill_worker.record.result_store import ResultStore
 from tokenmill_worker.service import Service

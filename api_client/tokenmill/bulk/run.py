@@ -34,7 +34,7 @@ from tokenmill.bulk.store import BatchStore
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError, InvalidRequest
 from tokenmill.operations.io_requests import server_time
-from tokenmill.operations.job_request import build_request
+from tokenmill.operations.submit import build_request
 from tokenmill_schemas.openai_batch import BatchError
 
 

@@ -34,7 +34,7 @@ from tokenmill.base import ClientOptions
 from tokenmill.celery.values import GenerationFailed, fields_of, value_of
 from tokenmill.client import Client
 from tokenmill.errors import JobNotFound, QueueUnavailable, QueueUnserved, ResultTimeout
-from tokenmill.operations.job_request import new_job_id
+from tokenmill.operations.submit import new_job_id
 from tokenmill_schemas.result import JobStatus
 
 # Celery has no type annotations; these names replace its classes.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tokenmill import ConfigurationError, InvalidRequest
-from tokenmill.operations.job_request import (
+from tokenmill.operations.submit import (
     JobHandle,
     build_request,
     estimated_tokens,

@@ -13,8 +13,7 @@ from tokenmill.base import ClientOptions
 from tokenmill.celery import generation_task
 from tokenmill.cli import app
 from tokenmill.operations.io_requests import RunScript
-from tokenmill.operations.job_request import build_request
-from tokenmill.operations.submit import submit
+from tokenmill.operations.submit import build_request, submit
 from tokenmill.testing import InMemoryQueue
 from tokenmill.transport.scripts import SUBMIT
 from tokenmill_schemas.control import WorkerStatus

@@ -21,7 +21,7 @@ import msgspec
 from tokenmill.errors import ConfigurationError, InvalidRequest
 from tokenmill.openai.errors import of_exception
 from tokenmill.openai.request_body import fields_of
-from tokenmill.operations.job_request import build_request
+from tokenmill.operations.submit import build_request
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
 from tokenmill_schemas.job import JobRequest, Priority
 from tokenmill_schemas.openai import URLS

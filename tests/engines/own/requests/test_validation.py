@@ -11,7 +11,7 @@ from tokenmill_worker.contract.requests import (
     RequestError,
     choice_seed,
 )
-from tokenmill_worker.engines.own.requests.validation import RequestValidator
+from tokenmill_worker.engines.own.requests import RequestValidator
 
 VALIDATOR = RequestValidator(vocab_size=100, max_model_len=16)
 

@@ -11,7 +11,7 @@ from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.scheduler.loop import Loop, make_cache, make_sequence
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.requests import GenerationRequest, Prompt
-from tokenmill_worker.engines.own.requests.validation import CHOICES_OF_CLASS, RequestValidator
+from tokenmill_worker.engines.own.requests import CHOICES_OF_CLASS, RequestValidator
 from tokenmill_worker.engines.own.scheduler.preemption import PROTECTED_AFTER
 from tokenmill_worker.engines.own.scheduler.queues import (
     FifoQueue,

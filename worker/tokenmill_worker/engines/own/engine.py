@@ -1,6 +1,6 @@
 """The engine: a continuous batch that the caller steps.
 
-It accepts requests (`requests/tracker.py`), runs steps (`stepping.py`) and returns their events.
+It accepts requests (`requests.py`), runs steps (`stepping.py`) and returns their events.
 `serve/loop.py` steps it for a worker, `direct/manager.py` for a caller in the same process.
 """
 
@@ -18,8 +18,7 @@ from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.execution.interface import Runner
 from tokenmill_worker.engines.own.execution.load import build_scheduler, load_runner
-from tokenmill_worker.engines.own.requests.tracker import RequestTracker
-from tokenmill_worker.engines.own.requests.validation import RequestValidator
+from tokenmill_worker.engines.own.requests import RequestTracker, RequestValidator
 from tokenmill_worker.engines.own.scheduler import Scheduler
 from tokenmill_worker.engines.own.stepping import StepExecutor
 

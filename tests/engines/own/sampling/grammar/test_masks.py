@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.engines.own.sampling.helpers import CPU, ToyModel, generate_a_step_late, plan_item
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
-from tokenmill_worker.engines.own.requests.pending import Prerequisites
+from tokenmill_worker.engines.own.requests import Prerequisites
 from tokenmill_worker.engines.own.sampling import GrammarCompiler, Sampler
 from tokenmill_worker.engines.own.sequence import Sequence
 

@@ -1,16 +1,20 @@
-"""The waiting sequences, in the order in which they should start.
+"""The waiting sequences, in the order in which they should start, and the deadlines of all, the
+earliest first.
 
 Heaps with lazy deletion: a removed entry is only marked, so that each operation costs at most the
 logarithm of the backlog, and a step never walks all of it. `admission` decides what fits and when
 to start.
 """
 
+from __future__ import annotations
+
 import heapq
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tokenmill_worker.engines.own.sequence import Sequence
+from tokenmill_worker.engines.own.sequence import Sequence, SequenceStatus
 
 _PROMOTIONS_PER_STEP = 64  # spreads the promotion of a large backlog over several steps
 
@@ -37,7 +41,7 @@ class QueueEntry:
     has_victims: bool = False  # others were preempted for it and it has not started yet
     is_long: bool = False  # started with more to compute than the threshold for long prefills
 
-    def __lt__(self, other: "QueueEntry") -> bool:
+    def __lt__(self, other: QueueEntry) -> bool:
         return self.ticket < other.ticket
 
 
@@ -274,3 +278,49 @@ def order_for_prefix_hits(sequences: list[Sequence], block_size: int) -> list[Se
             group.sort(key=lambda sequence: sequence.token_ids, reverse=True)
         ordered += group
     return ordered
+
+
+class Deadlines:
+    """A heap whose entries outlive their sequences for a while."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._heap: list[tuple[float, int, Sequence]] = []
+        self._num_open = 0  # sequences that have not ended
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, sequence: Sequence, ticket: int) -> None:
+        if sequence.deadline is not None:
+            heapq.heappush(self._heap, (sequence.deadline, ticket, sequence))
+            self._num_open += 1
+
+    def forget(self, sequence: Sequence) -> None:
+        """Note that the sequence has ended; sweep the heap when most of its entries are of such.
+
+        A deadline may be a day away, so entries of ended sequences would pile up.
+        """
+        if sequence.deadline is None:
+            return
+        self._num_open -= 1
+        if len(self._heap) > 128 + 2 * self._num_open:
+            self._heap = [entry for entry in self._heap if _is_open(entry[2])]
+            heapq.heapify(self._heap)
+
+    def take_passed(self) -> list[Sequence]:
+        """Remove and return the sequences whose deadline has passed; the caller ends them.
+
+        Only the earliest deadline is examined while none has passed.
+        """
+        heap, passed = self._heap, []
+        if heap and heap[0][0] <= (now := self._clock()):
+            while heap and heap[0][0] <= now:
+                sequence = heapq.heappop(heap)[2]
+                if _is_open(sequence):
+                    passed.append(sequence)
+        return passed
+
+
+def _is_open(sequence: Sequence) -> bool:
+    return sequence.status is not SequenceStatus.FINISHED

@@ -18,10 +18,10 @@ from tokenmill_worker.engines.own.kv.manager import KVManager
 from tokenmill_worker.engines.own.plan import ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engines.own.scheduler.admission import num_for_urgent
 from tokenmill_worker.engines.own.scheduler.committer import Committer
-from tokenmill_worker.engines.own.scheduler.deadlines import Deadlines
 from tokenmill_worker.engines.own.scheduler.lookahead import Lookahead
 from tokenmill_worker.engines.own.scheduler.planner import Planner
 from tokenmill_worker.engines.own.scheduler.queues import (
+    Deadlines,
     FifoQueue,
     PriorityQueue,
     WaitingQueue,

@@ -20,9 +20,8 @@ from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.kv.host_tier import StepCopies
 from tokenmill_worker.engines.own.kv.manager import KVManager
 from tokenmill_worker.engines.own.plan import StepPlan
-from tokenmill_worker.engines.own.scheduler.deadlines import Deadlines
 from tokenmill_worker.engines.own.scheduler.preemption import is_preemptible
-from tokenmill_worker.engines.own.scheduler.queues import QueueEntry, WaitingQueue
+from tokenmill_worker.engines.own.scheduler.queues import Deadlines, QueueEntry, WaitingQueue
 from tokenmill_worker.engines.own.sequence import Sequence, SequenceStatus
 
 WAITING, PREFILLING, DECODING = (
