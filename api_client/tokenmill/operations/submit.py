@@ -1,5 +1,5 @@
-"""Builds a JobRequest from the arguments of `submit`, and submits it: one script call stores all jobs
-of a group or none of them.
+"""Builds a JobRequest from the arguments of `submit`, and submits it: one script call stores all
+jobs of a group or none of them.
 
 A request is validated, and gets an id, a fingerprint and an estimate of its cost. openai/forms.py
 reads OpenAI's shapes. schemas/tokenmill_schemas/validation.py decides which requests are valid, for
