@@ -52,13 +52,13 @@ class CompletionUsage(msgspec.Struct, frozen=True, kw_only=True):
 class TopLogprob(msgspec.Struct, frozen=True):
     token: str
     logprob: float
-    bytes: list[int] | None = None
+    bytes: list[int]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     logprob: float
-    bytes: list[int] | None = None
+    bytes: list[int]
     top_logprobs: list[TopLogprob] = []
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from tokenmill.openai.logprobs import chat_logprobs
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.openai import (
@@ -17,7 +15,6 @@ from tokenmill_schemas.openai import (
     ReasoningText,
     ResponseObject,
     ResponseUsage,
-    TokenLogprobs,
 )
 from tokenmill_schemas.result import ChoiceResult, JobResult
 
@@ -59,7 +56,7 @@ def _output(
     if choice.text or not calls:
         known = chat_logprobs(choice)
         scored = known.content[len(choice.reasoning_ends) :] if known else []
-        text = OutputText(text=choice.text, logprobs=[_with_bytes(entry) for entry in scored])
+        text = OutputText(text=choice.text, logprobs=scored)
         items.append(
             MessageItem(
                 id=f"msg_{job_id}", content=[text], status="incomplete" if is_cut else "completed"
@@ -72,12 +69,3 @@ def _output(
         for call in calls
     ]
     return items
-
-
-def _with_bytes(entry: TokenLogprobs) -> TokenLogprobs:
-    """Return the entry with an empty list for bytes that are not known: here they are no null."""
-    tops = [
-        top if top.bytes is not None else msgspec.structs.replace(top, bytes=[])
-        for top in entry.top_logprobs
-    ]
-    return msgspec.structs.replace(entry, top_logprobs=tops)

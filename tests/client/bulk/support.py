@@ -72,8 +72,8 @@ def result(
         text_ends=(3, 4),
         finish_reason=FinishReason.LENGTH,
         logprobs=(
-            TokenLogprob(-0.5, ((7, -0.5), (8, -2.0))),
-            TokenLogprob(-0.25, ((9, -0.25), (3, -4.0))),
+            TokenLogprob(-0.5, ((7, -0.5), (8, -2.0)), b"Hi ", (b"Hi ", b"Ho")),
+            TokenLogprob(-0.25, ((9, -0.25), (3, -4.0)), "☁".encode(), ("☁".encode(), b"\xe2\x98")),
         ),
     )
     values = {

@@ -46,7 +46,8 @@ def test_a_chats_answer_is_one_of_theirs() -> None:
         ("☁", -0.25),
     ]
     assert bytes(logprobs.content[1].bytes or ()).decode() == "☁"
-    assert [top.token for top in logprobs.content[0].top_logprobs] == ["Hi ", "token_id:8"]
+    assert [top.token for top in logprobs.content[0].top_logprobs] == ["Hi ", "Ho"]
+    assert [top.bytes for top in logprobs.content[1].top_logprobs] == [[226, 152, 129], [226, 152]]
 
 
 def test_thoughts_are_a_field_of_their_own_in_a_chat_answer() -> None:
@@ -58,7 +59,7 @@ def test_thoughts_are_a_field_of_their_own_in_a_chat_answer() -> None:
     assert received.usage.completion_tokens_details is not None
     assert received.usage.completion_tokens_details.reasoning_tokens == 1
     assert received.choices[0].logprobs is not None
-    assert [entry.token for entry in received.choices[0].logprobs.content or ()] == ["Hm", "☁"]
+    assert [entry.token for entry in received.choices[0].logprobs.content or ()] == ["Hi ", "☁"]
 
 
 def test_tool_calls_are_read_by_openai_s_chat_type() -> None:
@@ -87,7 +88,8 @@ def test_a_completions_answer_is_one_of_theirs() -> None:
 
 def test_an_echoed_prompts_log_probabilities_come_first() -> None:
     """The form is that of OpenAI's completions; the first token has none."""
-    prompt = ScoredPrompt((5, 6), (TokenLogprob(-1.5, ((4, -0.5), (6, -1.5))),), text_ends=(2, 5))
+    scored = TokenLogprob(-1.5, ((4, -0.5), (6, -1.5)), b"b: ", (b"c", b"b: "))
+    prompt = ScoredPrompt((5, 6), (scored,), text_ends=(2, 5))
     job = with_choice(text="A b: Hi ☁", text_ends=(8, 9))
     job = msgspec.structs.replace(job, prompt=prompt)
     received = TheirCompletion.construct(**body(job, COMPLETIONS_URL)).choices[0]
@@ -97,4 +99,4 @@ def test_an_echoed_prompts_log_probabilities_come_first() -> None:
     assert received.logprobs.token_logprobs == [None, -1.5, -0.5, -0.25]
     assert received.logprobs.text_offset == [0, 2, 5, 8]
     assert received.logprobs.top_logprobs is not None
-    assert received.logprobs.top_logprobs[:2] == [None, {"token_id:4": -0.5, "b: ": -1.5}]
+    assert received.logprobs.top_logprobs[:2] == [None, {"c": -0.5, "b: ": -1.5}]

@@ -1,4 +1,6 @@
-"""A stream's chunks give the same pieces and log-probabilities as the result of the job."""
+"""A stream's chunks give the same log-probabilities as the result of the job, with each token's own
+text and bytes.
+"""
 
 from collections.abc import Iterable
 
@@ -6,9 +8,10 @@ import msgspec
 import pytest
 
 from tests.client.bulk.support import result
-from tokenmill.openai.logprobs import chat_logprobs, pieces, text_logprobs
+from tokenmill.openai.logprobs import chat_logprobs, text_logprobs
 from tokenmill.operations.stream_position import StreamPosition
 from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.generation import TokenLogprob
 from tokenmill_schemas.openai import TokenLogprobs
 from tokenmill_schemas.result import ChoiceResult, JobResult
 
@@ -36,11 +39,42 @@ def joined(chunks: Iterable[Chunk]) -> list[TokenLogprobs]:
 
 @pytest.mark.parametrize("tokens_each", [1, 2])
 @pytest.mark.parametrize("choice", [PLAIN, THINKING], ids=["text", "thoughts and text"])
-def test_a_streams_pieces_are_those_of_the_result(choice: ChoiceResult, tokens_each: int) -> None:
+def test_a_streams_log_probabilities_are_those_of_the_result(
+    choice: ChoiceResult, tokens_each: int
+) -> None:
     chunks = chunks_of(choice, tokens_each)
-    assert [text for chunk in chunks for text in pieces(chunk)] == pieces(choice)
     known = chat_logprobs(choice)
     assert known is not None
     assert joined(chunks) == known.content
-    tokens = [text_logprobs(chunk, None) for chunk in chunks]
-    assert [name for found in tokens if found for name in found.tokens] == pieces(choice)
+    found = [text_logprobs(chunk, None) for chunk in chunks]
+    assert [name for one in found if one for name in one.tokens] == ["Hi ", "☁"]
+
+
+def test_tokens_of_a_part_of_a_character_are_written_as_escapes_beside_their_bytes() -> None:
+    entries = (
+        TokenLogprob(-0.5, ((5, -0.5), (6, -1.5)), b"\xf0\x9f", (b"\xf0\x9f", b" \xe2\x98")),
+        TokenLogprob(-0.25, (), b"\x98\x80"),
+        TokenLogprob(-2.0, ((2, -0.5),), b"!", (b"<|im_end|>",)),
+    )
+    choice = ChoiceResult(text="😀!", token_ids=(5, 8, 9), text_ends=(0, 1, 2), logprobs=entries)
+    chat, text = chat_logprobs(choice), text_logprobs(choice, None)
+    assert chat is not None
+    assert text is not None
+    first, second, last = chat.content
+    assert [(one.token, one.bytes) for one in first.top_logprobs] == [
+        ("\\xf0\\x9f", [0xF0, 0x9F]),
+        (" \\xe2\\x98", [0x20, 0xE2, 0x98]),
+    ]
+    assert bytes(first.bytes + second.bytes + last.bytes).decode() == choice.text
+    assert [one.token for one in last.top_logprobs] == ["<|im_end|>"]
+    assert text.tokens == ["\\xf0\\x9f", "\\x98\\x80", "!"]
+    assert text.top_logprobs[0] == {"\\xf0\\x9f": -0.5, " \\xe2\\x98": -1.5}
+    assert text.text_offset == [0, 0, 1]
+
+
+def test_of_two_likely_tokens_with_one_text_a_completion_has_the_likelier() -> None:
+    entry = TokenLogprob(-0.5, ((5, -0.5), (6, -1.5)), b"a", (b"a", b"a"))
+    choice = ChoiceResult(text="a", token_ids=(5,), text_ends=(1,), logprobs=(entry,))
+    found = text_logprobs(choice, None)
+    assert found is not None
+    assert found.top_logprobs == [{"a": -0.5}]
