@@ -7,7 +7,6 @@ Import from here, and from `tokenmill.errors`, `.webhooks`, `.sql`, `.bulk`, `.c
 """
 
 from tokenmill.async_client import AsyncClient
-from tokenmill.base import ClientOptions
 from tokenmill.client import Client
 from tokenmill.errors import (  # fmt: skip
     ClientClosed,
@@ -26,6 +25,7 @@ from tokenmill.errors import (  # fmt: skip
     UnreadableRecord,
 )
 from tokenmill.operations.io_requests import (
+    ClientOptions,
     Commands,
     Operation,
     QueryDatabase,

@@ -16,12 +16,13 @@ from typing import Any, Self, TypeVar
 
 import redis.asyncio
 
-from tokenmill.base import TRANSLATED, ClientBase, ClientOptions, check_open, one_job, translate
+from tokenmill.base import TRANSLATED, ClientBase, check_open, one_job, translate
 from tokenmill.errors import ConfigurationError, JobFailed, TokenmillError
 from tokenmill.operations import jobs as job_operations
 from tokenmill.operations import overview as queue_overview
 from tokenmill.operations import queue as queue_operations
 from tokenmill.operations.io_requests import (
+    ClientOptions,
     Commands,
     Emit,
     IORequest,
@@ -40,7 +41,6 @@ from tokenmill.operations.records import JobInfo, QueueDepth
 from tokenmill.operations.retry_window import is_served
 from tokenmill.operations.submit import JobHandle, as_score, submit
 from tokenmill.operations.tracing import producing
-from tokenmill.sql.look_ups import LookUps
 from tokenmill.transport import scripts
 from tokenmill.transport.async_pubsub import MultiplexedSubscription, PubSubMultiplexer
 from tokenmill.transport.connect import connect_async
@@ -76,7 +76,6 @@ class AsyncClient(ClientBase):
         self._multiplexer = PubSubMultiplexer(self._redis)
         self._limiter = asyncio.Semaphore(_COMMANDS_AT_ONCE)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._look_ups = LookUps(self.look_up)
 
     # ── jobs ──
 
@@ -86,8 +85,8 @@ class AsyncClient(ClientBase):
 
     async def submit_many(self, jobs: Iterable[JobRequest | Mapping[str, Any]]) -> list[JobHandle]:
         """Submit many jobs in few round trips; see Client.submit_many."""
-        with producing(self.queue, await self._run(self._requests(jobs))) as requests:
-            return self._noted(await self._run(submit(self._context, requests)))
+        with producing(self.queue, await self.perform(self._requests(jobs))) as requests:
+            return self._noted(await self.perform(submit(self._context, requests)))
 
     def stream(
         self, job: str, *, starting_after: str | int = 0, timeout: float | None = None
@@ -103,7 +102,7 @@ class AsyncClient(ClientBase):
         self, job: str, timeout: float | None = None, *, check: bool = False
     ) -> JobResult:
         """Wait until a job has ended and return its result; see Client.result."""
-        result = await self._run(job_operations.wait(self._context, str(job), timeout))
+        result = await self.perform(job_operations.wait(self._context, str(job), timeout))
         if check and result.status is not JobStatus.SUCCEEDED:
             raise JobFailed(result)
         return result
@@ -120,11 +119,11 @@ class AsyncClient(ClientBase):
         return await self.result(job, timeout, check=True)
 
     async def status(self, job: str) -> JobInfo:
-        return await self._run(job_operations.status(self._context, str(job)))
+        return await self.perform(job_operations.status(self._context, str(job)))
 
     async def cancel(self, job: str) -> str:
         """Cancel a job; see Client.cancel."""
-        return await self._run(job_operations.cancel(self._context, str(job)))
+        return await self.perform(job_operations.cancel(self._context, str(job)))
 
     # ── the queue ──
 
@@ -133,28 +132,28 @@ class AsyncClient(ClientBase):
     ) -> Sequence[JobInfo]:
         """List the jobs that have not ended, and dead jobs; see Client.list."""
         wanted = queue_operations.wanted_status(status)
-        return await self._run(queue_operations.jobs(self._context, wanted, limit))
+        return await self.perform(queue_operations.jobs(self._context, wanted, limit))
 
     async def depth(self) -> QueueDepth:
-        return await self._run(queue_operations.depth(self._context))
+        return await self.perform(queue_operations.depth(self._context))
 
     async def overview(self) -> QueueState:
         """Return the state of the queue; see Client.overview."""
-        return await self._run(queue_overview.overview(self._context))
+        return await self.perform(queue_overview.overview(self._context))
 
     async def is_served(self) -> bool:
         """Return whether a worker has ever served this queue; it may be away now."""
-        return await self._run(is_served(self._context))
+        return await self.perform(is_served(self._context))
 
     async def workers(self) -> Sequence[WorkerStatus]:
-        return await self._run(queue_operations.workers(self._context))
+        return await self.perform(queue_operations.workers(self._context))
 
     async def dead(self, limit: int = 100) -> Sequence[DeadJob]:
-        return await self._run(queue_operations.dead(self._context, limit))
+        return await self.perform(queue_operations.dead(self._context, limit))
 
     async def redrive(self, jobs: Sequence[str] | None = None, limit: int = 100) -> Sequence[str]:
         """Return dead jobs to the queue; see Client.redrive."""
-        return await self._run(queue_operations.redrive(self._context, jobs, limit))
+        return await self.perform(queue_operations.redrive(self._context, jobs, limit))
 
     async def set_limits(
         self,
@@ -167,10 +166,10 @@ class AsyncClient(ClientBase):
     ) -> None:
         """Set the limits of a tenant; see Client.set_limits."""
         limits = {"rate": rate, "burst": burst, "concurrency": concurrency, "weight": weight}
-        await self._run(queue_operations.set_limits(self._context, tenant, limits))
+        await self.perform(queue_operations.set_limits(self._context, tenant, limits))
 
     async def set_queue_limit(self, limit: int) -> None:
-        await self._run(queue_operations.set_queue_limit(self._context, limit))
+        await self.perform(queue_operations.set_queue_limit(self._context, limit))
 
     async def close(self) -> None:
         """Close the client for good. Calls and streams in progress end with ClientClosed."""
@@ -178,7 +177,6 @@ class AsyncClient(ClientBase):
         self.is_closed = True
         await self._multiplexer.close()
         await self._redis.aclose()
-        self._look_ups.close()
         if self.has_database:
             await asyncio.to_thread(self._close_results)
 
@@ -208,13 +206,9 @@ class AsyncClient(ClientBase):
             )
 
     async def perform(self, operation: Operation[T]) -> T:
-        """Run an operation: a generator that yields IO requests. Modules that extend the client
-        beyond its own methods use this.
+        """Run an operation that emits no values, and return its result: a generator that yields IO
+        requests. Modules that extend the client beyond its own methods use this.
         """
-        return await self._run(operation)
-
-    async def _run(self, operation: Operation[T]) -> T:
-        """Run an operation that emits no values; return its result."""
         driver = AsyncIODriver(self, self._redis, self._multiplexer, self._limiter)
         try:
             request = driver.step(operation)
@@ -314,7 +308,7 @@ class AsyncIODriver:
                 return await self.receiver()(timeout)
             case QueryDatabase(job_id):
                 look_ups = self._client._look_ups
-                return await look_ups.find(job_id) if self._client.has_database else None
+                return await look_ups.find_async(job_id) if self._client.has_database else None
             case ServerTime():
                 clock, key = self._client.clock, self._client.keys.meta
                 return await clock.refresh_async(self._redis, key)

@@ -6,8 +6,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -23,14 +22,15 @@ from tokenmill.errors import (
     not_unicode,
 )
 from tokenmill.openai.form_values import FormError
-from tokenmill.operations.io_requests import Operation, QueueContext, ServerTime
+from tokenmill.operations.io_requests import ClientOptions, Operation, QueueContext, ServerTime
 from tokenmill.operations.submit import (
     JobHandle,
     build_request,
     checked,
     has_relative_times,
 )
-from tokenmill.transport.connect import SERVER_TROUBLE, Link, parse_url, server_words
+from tokenmill.sql.look_ups import LookUps
+from tokenmill.transport.connect import SERVER_TROUBLE, parse_url, server_words
 from tokenmill.transport.refusals import write_refusal
 from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.job import JobRequest
@@ -46,35 +46,6 @@ _NOT_CONNECTED = re.compile(r"Error (-?\d+) connecting to (\S+)\. ?(.*)", re.DOT
 TRANSLATED = (*SERVER_TROUBLE, UnicodeError)  # what `translate` takes
 
 
-@dataclass(frozen=True, slots=True)
-class ClientOptions:
-    """Options of a client.
-
-    Args:
-        link: options of the connections. Its retries are safe, because every call of the client
-            may be repeated.
-        queue_limit: waiting jobs of one priority above which submit raises QueueFull; the queue's
-            own limit applies too. 0: only that one.
-        idempotency_ttl_s: seconds for which an idempotency key is kept after its job has ended;
-            0: the queue's own setting.
-        idle_s: seconds of silence after which a stream reads the job's log.
-        retry_for_s: seconds for which a call that was connected waits for a lost server, and for
-            the record of a job that the server lost.
-        on_trouble: called once per error that is waited out, and with QueueUnserved after the first
-            submit to a queue that no worker has ever served.
-        unserved_s: seconds for which a job may wait in such a queue before stream and result raise
-            QueueUnserved; None: no limit.
-    """
-
-    link: Link = field(default_factory=lambda: Link(retries=3, client_name="tokenmill"))
-    queue_limit: int = 0
-    idempotency_ttl_s: float = 0.0
-    idle_s: float = 5.0
-    retry_for_s: float = 120.0
-    on_trouble: Callable[[TokenmillError], None] | None = None
-    unserved_s: float | None = 120.0
-
-
 class ClientBase:
     """The common part of both clients. No connection is opened before the first call."""
 
@@ -85,18 +56,11 @@ class ClientBase:
         for what, text in (("URL", url), ("key prefix", prefix), ("database URL", database or "")):
             _check_unicode(f"the {what}", text)
         self._options = options
-        self._context = QueueContext(
-            self.keys,
-            options.queue_limit,
-            options.idempotency_ttl_s,
-            options.idle_s,
-            options.retry_for_s,
-            options.on_trouble,
-            options.unserved_s,
-        )
+        self._context = QueueContext(self.keys, options)
         self._database = database
         self._results: SqlResults | None = None
         self._opening = threading.Lock()
+        self._look_ups = LookUps(self.look_up)
         self.clock = ServerClock()
         self.is_closed = False
         self._has_warned = False
@@ -138,6 +102,7 @@ class ClientBase:
         return found
 
     def _close_results(self) -> None:
+        self._look_ups.close()
         with self._opening:
             if self._results is not None:
                 self._results.close()

@@ -5,8 +5,8 @@
         for chunk in client.stream(job):
             print(chunk.text, end="")
 
-A client may be shared between threads; it starts no thread of its own. The operations behind its
-methods are in `tokenmill.operations`.
+A client may be shared between threads. Its own threads only look results up in SQL. The operations
+behind its methods are in `tokenmill.operations`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any, Self, TypeVar
 
 import redis
 
-from tokenmill.base import TRANSLATED, ClientBase, ClientOptions, check_open, one_job, translate
+from tokenmill.base import TRANSLATED, ClientBase, check_open, one_job, translate
 from tokenmill.errors import JobFailed, TokenmillError
 from tokenmill.operations import jobs as job_operations
 from tokenmill.operations import overview as queue_overview
 from tokenmill.operations import queue as queue_operations
 from tokenmill.operations.io_requests import (
+    ClientOptions,
     Commands,
     Emit,
     IORequest,
@@ -99,8 +100,8 @@ class Client(ClientBase):
         Each round trip stores all of its jobs or none. If the queue refuses one (QueueFull,
         RateLimited), the exception's `accepted` has the ids of the jobs stored before it.
         """
-        with producing(self.queue, self._run(self._requests(jobs))) as requests:
-            return self._noted(self._run(submit(self._context, requests)))
+        with producing(self.queue, self.perform(self._requests(jobs))) as requests:
+            return self._noted(self.perform(submit(self._context, requests)))
 
     def stream(
         self, job: str, *, starting_after: str | int = 0, timeout: float | None = None
@@ -127,7 +128,7 @@ class Client(ClientBase):
             timeout: seconds after which ResultTimeout is raised. None: no limit.
             check: raise JobFailed unless the job succeeded.
         """
-        result = self._run(job_operations.wait(self._context, str(job), timeout))
+        result = self.perform(job_operations.wait(self._context, str(job), timeout))
         if check and result.status is not JobStatus.SUCCEEDED:
             raise JobFailed(result)
         return result
@@ -146,7 +147,7 @@ class Client(ClientBase):
         return self.result(job, timeout, check=True)
 
     def status(self, job: str) -> JobInfo:
-        return self._run(job_operations.status(self._context, str(job)))
+        return self.perform(job_operations.status(self._context, str(job)))
 
     def cancel(self, job: str) -> str:
         """Cancel a job. Repeating the call is safe.
@@ -155,7 +156,7 @@ class Client(ClientBase):
         and will stop within a step, or if it ran before and its next worker will end it; else the
         state in which the job had ended already.
         """
-        return self._run(job_operations.cancel(self._context, str(job)))
+        return self.perform(job_operations.cancel(self._context, str(job)))
 
     # ── the queue ──
 
@@ -168,30 +169,30 @@ class Client(ClientBase):
             limit: the largest number of jobs to return.
         """
         wanted = queue_operations.wanted_status(status)
-        return self._run(queue_operations.jobs(self._context, wanted, limit))
+        return self.perform(queue_operations.jobs(self._context, wanted, limit))
 
     def depth(self) -> QueueDepth:
-        return self._run(queue_operations.depth(self._context))
+        return self.perform(queue_operations.depth(self._context))
 
     def overview(self) -> QueueState:
         """Return the state of the queue: backlog, tenants, counters and live workers."""
-        return self._run(queue_overview.overview(self._context))
+        return self.perform(queue_overview.overview(self._context))
 
     def is_served(self) -> bool:
         """Return whether a worker has ever served this queue; it may be away now."""
-        return self._run(is_served(self._context))
+        return self.perform(is_served(self._context))
 
     def workers(self) -> Sequence[WorkerStatus]:
-        return self._run(queue_operations.workers(self._context))
+        return self.perform(queue_operations.workers(self._context))
 
     def dead(self, limit: int = 100) -> Sequence[DeadJob]:
-        return self._run(queue_operations.dead(self._context, limit))
+        return self.perform(queue_operations.dead(self._context, limit))
 
     def redrive(self, jobs: Sequence[str] | None = None, limit: int = 100) -> Sequence[str]:
         """Return dead jobs to the queue, and return the ids of those that were: the given jobs, or
         with None the oldest dead ones. `limit` is the largest number of jobs.
         """
-        return self._run(queue_operations.redrive(self._context, jobs, limit))
+        return self.perform(queue_operations.redrive(self._context, jobs, limit))
 
     def set_limits(
         self,
@@ -212,7 +213,7 @@ class Client(ClientBase):
             weight: share of the tenant in relation to the others.
         """
         limits = {"rate": rate, "burst": burst, "concurrency": concurrency, "weight": weight}
-        self._run(queue_operations.set_limits(self._context, tenant, limits))
+        self.perform(queue_operations.set_limits(self._context, tenant, limits))
 
     def set_queue_limit(self, limit: int) -> None:
         """Set how many jobs of each priority may wait before submit raises QueueFull; 0 removes
@@ -220,7 +221,7 @@ class Client(ClientBase):
 
         Scheduled jobs do not count before they are due.
         """
-        self._run(queue_operations.set_queue_limit(self._context, limit))
+        self.perform(queue_operations.set_queue_limit(self._context, limit))
 
     def close(self) -> None:
         """Close the client for good. Calls and streams in other threads end with ClientClosed."""
@@ -237,13 +238,9 @@ class Client(ClientBase):
     # ── running operations ──
 
     def perform(self, operation: Operation[T]) -> T:
-        """Run an operation: a generator that yields IO requests. Modules that extend the client
-        beyond its own methods use this.
+        """Run an operation that emits no values, and return its result: a generator that yields IO
+        requests. Modules that extend the client beyond its own methods use this.
         """
-        return self._run(operation)
-
-    def _run(self, operation: Operation[T]) -> T:
-        """Run an operation that emits no values; return its result."""
         driver = self._drive(operation)
         while True:
             try:
@@ -311,7 +308,8 @@ class IODriver:
             case Receive(timeout):
                 return self.receive(timeout)
             case QueryDatabase(job_id):
-                return self._client.look_up(job_id)
+                look_ups = self._client._look_ups
+                return look_ups.find(job_id) if self._client.has_database else None
             case ServerTime():
                 return self._client.clock.refresh(self._redis, self._client.keys.meta)
             case Sleep(seconds):

@@ -1,9 +1,16 @@
 """Keeps a bounded number of a batch's jobs in the queue: submits lines, collects ended jobs,
 submits more.
 
-    file ─ lines ─▶ group ─ submit_many ─▶ open jobs ─▶ collector
+    pending ── submit ───▶ open ── ended ──────────────▶ answered
+       │                    │ ▲                             ▲
+       │          not there ▼ │ submitted again             │
+       │                    lost ── recorded, or too late ──┤
+       ├─ bad, or recorded by an earlier run ───────────────┤
+       └─ cancelled or too late: `reject_rest` ─────────────┘
 
-At most `window` jobs and WINDOW_BYTES of requests are open.
+These are the states of a line. `submit` ends when no line is pending, or when the batch is
+cancelled or late; `drain` ends when no job is open or lost. At most `window` jobs and WINDOW_BYTES
+of requests are open.
 
 A job's id is derived from its line, so a group that is submitted twice is in the queue once. A job
 that the queue has lost is looked up in the database, and submitted again if it is not there either.
@@ -91,14 +98,10 @@ class BatchFeeder:
 
     @property
     def is_late(self) -> bool:
-        return 0 < self._batch.expires_ms <= self._client.clock.now_ms()
+        return self._is_late_by(0)
 
-    @property
-    def _is_long_late(self) -> bool:
-        return (
-            bool(self._batch.expires_ms)
-            and self._client.clock.now_ms() >= self._batch.expires_ms + self._limits.late_s * 1000
-        )
+    def _is_late_by(self, seconds: float) -> bool:
+        return 0 < self._batch.expires_ms <= self._client.clock.now_ms() - seconds * 1000
 
     def submit(self, path: Path) -> None:
         """Submit every line that is not done, until all are in the queue or the batch is cancelled
@@ -125,7 +128,7 @@ class BatchFeeder:
         while self._collector.jobs or self._lost:
             self._submit_lost()
             self._poll()
-            if self._is_long_late and not self._has_given_up:
+            if self._is_late_by(self._limits.late_s) and not self._has_given_up:
                 self._has_given_up = True  # no live worker has expired the jobs
                 self._cancel_open()
         self._drop_written()
@@ -191,20 +194,16 @@ class BatchFeeder:
                 if not self.may_submit:
                     return
             except (IdempotencyConflict, InvalidRequest) as error:
-                self._submit_one_by_one(part, error)
+                if len(part) == 1:
+                    self._reject(part[0], error)
+                else:
+                    for job in part:  # one of them made their call fail
+                        self._submit([job])
                 jobs = rest
             else:
                 self._open(part)
                 self._group_size = min(GROUP, 2 * self._group_size)
                 jobs = rest
-
-    def _submit_one_by_one(self, jobs: Sequence[JobRequest], error: Exception) -> None:
-        """Submit jobs singly, after one of them made their call fail."""
-        if len(jobs) == 1:
-            self._reject(jobs[0], error)
-            return
-        for job in jobs:
-            self._submit([job])
 
     def _open(self, jobs: Sequence[JobRequest]) -> None:
         for job in jobs:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from tokenmill.bulk.pages import paged
 from tokenmill.client import Client
 from tokenmill.errors import UnreadableRecord
-from tokenmill.operations.io_requests import Commands, Operation, RunScript
+from tokenmill.operations.io_requests import Commands, RunScript, ask
 from tokenmill.operations.jobs import ask_each, ask_records
 from tokenmill.operations.records import Record, is_wrong_type, read_record
 from tokenmill.operations.submit import submit
 from tokenmill.operations.tracing import producing
-from tokenmill.transport.scripts import CANCEL, COLLECT, Argument
+from tokenmill.transport.scripts import CANCEL, COLLECT
 from tokenmill_schemas.codec import DecodeError, decode_request, decode_result
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobResult, JobStatus
@@ -27,12 +27,6 @@ log = logging.getLogger(__name__)
 COLLECTED_TTL_S: Final = 60  # how long Redis keeps a job after its result was written to a file
 MAX_COLLECTED_BYTES: Final = 16 * 1024 * 1024
 _OVER: Final = frozenset(status.value.encode() for status in JobStatus if status.is_final)
-
-
-def send_commands(commands: Sequence[tuple[Argument, ...]]) -> Operation[Sequence[Any]]:
-    """Send any commands in one round trip."""
-    replies: Sequence[Any] = yield Commands(tuple(commands))
-    return replies
 
 
 @dataclass(slots=True)
@@ -62,7 +56,8 @@ def collect(
     """Return the ended jobs of a page, with their results, in one call. Redis drops the jobs
     `in_files` after COLLECTED_TTL_S seconds.
     """
-    replies = client.perform(_collect(job_ids, in_files, max_bytes))
+    limits = (COLLECTED_TTL_S, len(in_files), max_bytes)
+    replies = client.perform(ask(RunScript(COLLECT, (*limits, *in_files, *job_ids))))
     ends, unrecorded = Ends(), []
     for job_id, word in zip(job_ids, replies, strict=True):
         if word is None:
@@ -81,14 +76,6 @@ def collect(
 
 # replies of collect.lua; no result is one byte long. "!": the job's key is no hash
 _UNRECORDED: Final = b"?"  # over, but not recorded
-
-
-def _collect(
-    job_ids: Sequence[str], in_files: Sequence[str], max_bytes: int
-) -> Operation[Sequence[bytes | None]]:
-    limits = (COLLECTED_TTL_S, len(in_files), max_bytes)
-    replies: Sequence[bytes | None] = yield RunScript(COLLECT, (*limits, *in_files, *job_ids))
-    return replies
 
 
 def is_over(client: Client, job_ids: Sequence[str]) -> dict[str, bool]:
@@ -133,7 +120,7 @@ def _unrecorded(client: Client, records: Sequence[Record]) -> Iterator[JobResult
     if not records:
         return
     keys = [client.keys.job(record.info.job_id) for record in records]
-    requests = client.perform(send_commands([("HGET", key, "request") for key in keys]))
+    requests = client.perform(ask(Commands(tuple(("HGET", key, "request") for key in keys))))
     for record, packed in zip(records, requests, strict=True):
         outcome = record.outcome()
         try:
@@ -146,8 +133,4 @@ def _unrecorded(client: Client, records: Sequence[Record]) -> Iterator[JobResult
 def cancel(client: Client, job_ids: Sequence[str]) -> None:
     """Cancel all of these jobs that are not over."""
     for page in paged(job_ids):
-        client.perform(_cancel(page))
-
-
-def _cancel(job_ids: Sequence[str]) -> Operation[None]:
-    yield RunScript(CANCEL, tuple(job_ids))
+        client.perform(ask(RunScript(CANCEL, tuple(page))))

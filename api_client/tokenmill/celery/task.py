@@ -30,10 +30,10 @@ from celery import states
 from celery.backends.base import DisabledBackend
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from tokenmill.base import ClientOptions
 from tokenmill.celery.values import GenerationFailed, fields_of, value_of
 from tokenmill.client import Client
 from tokenmill.errors import JobNotFound, QueueUnavailable, QueueUnserved, ResultTimeout
+from tokenmill.operations.io_requests import ClientOptions
 from tokenmill.operations.submit import new_job_id
 from tokenmill_schemas.result import JobStatus
 

@@ -12,17 +12,19 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tokenmill.base import ClientOptions, checked_queue
+from tokenmill.base import checked_queue
 from tokenmill.cli.output import complain
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError, QueueUnserved, TokenmillError
+from tokenmill.operations.io_requests import ClientOptions
 from tokenmill_schemas.keys import queue_of
 
 if typing.TYPE_CHECKING:
@@ -31,7 +33,17 @@ if typing.TYPE_CHECKING:
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_DATABASE = "sqlite:///tokenmill.db"
 MOST = 1_000_000_000  # largest limit of a list, well within a database's 64 bits
-_PANEL = "Where"
+
+
+def _option(variable: str, help_text: str, **more: Any) -> Any:
+    return typer.Option(
+        envvar=f"TOKENMILL_{variable}", help=help_text, rich_help_panel="Where", **more
+    )
+
+
+def limit_of(what: str) -> Any:
+    return typer.Option("--limit", "-l", min=1, max=MOST, help=f"Largest number of {what}.")
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Job = Annotated[str, typer.Argument(help="Id of the job.", metavar="JOB")]
@@ -41,47 +53,19 @@ Job = Annotated[str, typer.Argument(help="Id of the job.", metavar="JOB")]
 class ConnectionOptions:
     """The queue and the database that a command uses."""
 
-    redis_url: Annotated[
-        str,
-        typer.Option(
-            envvar="TOKENMILL_REDIS_URL",
-            help="URL of the Redis or Valkey server.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = "redis://localhost:6379/0"
+    redis_url: Annotated[str, _option("REDIS_URL", "URL of the Redis or Valkey server.")] = (
+        "redis://localhost:6379/0"
+    )
     database_url: Annotated[
-        str,
-        typer.Option(
-            envvar="TOKENMILL_DATABASE_URL",
-            help="URL of the database with the results.",
-            rich_help_panel=_PANEL,
-        ),
+        str, _option("DATABASE_URL", "URL of the database with the results.")
     ] = DEFAULT_DATABASE
     queue: Annotated[
-        str,
-        typer.Option(
-            envvar="TOKENMILL_QUEUE",
-            help="Name of the queue.",
-            rich_help_panel=_PANEL,
-            show_default="the model's name",
-        ),
+        str, _option("QUEUE", "Name of the queue.", show_default="the model's name")
     ] = ""
-    model: Annotated[
-        str,
-        typer.Option(
-            envvar="TOKENMILL_MODEL",
-            help="Model; names the queue if --queue is missing.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = DEFAULT_MODEL
-    key_prefix: Annotated[
-        str,
-        typer.Option(
-            envvar="TOKENMILL_KEY_PREFIX",
-            help="Prefix of all keys in Redis.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = "tm:"
+    model: Annotated[str, _option("MODEL", "Model; names the queue if --queue is missing.")] = (
+        DEFAULT_MODEL
+    )
+    key_prefix: Annotated[str, _option("KEY_PREFIX", "Prefix of all keys in Redis.")] = "tm:"
 
     @property
     def queue_name(self) -> str:
@@ -92,33 +76,22 @@ class ConnectionOptions:
         """Open a client. It looks up results in SQL too, if a database was named or the default one
         exists.
         """
-        database = (
-            self.database_url
-            if self.database_url != DEFAULT_DATABASE or not why_no_database()
-            else None
-        )
-        options = ClientOptions(on_trouble=_complain_of)
-        client = Client(
+        is_named = self.database_url != DEFAULT_DATABASE
+        with Client(
             self.redis_url,
             queue=self.queue_name,
-            database=database,
+            database=self.database_url if is_named or _has_default_database() else None,
             prefix=self.key_prefix,
-            options=options,
-        )
-        try:
+            options=ClientOptions(on_trouble=_complain_of),
+        ) as client:
             yield client
-        finally:
-            client.close()
 
     @contextmanager
     def results(self) -> Iterator[SqlResults]:
         from tokenmill.sql import SqlResults
 
-        results = SqlResults(self.database_url)
-        try:
+        with closing(SqlResults(self.database_url)) as results:
             yield results
-        finally:
-            results.close()
 
 
 def was_typed(context: typer.Context, option: str) -> bool:
@@ -149,34 +122,11 @@ def _complain_of(trouble: TokenmillError) -> None:
     )
 
 
-def why_no_database() -> str:
-    """Return why the default database is not used; "" if it is. A client without the extra `sql`
-    works without it.
+def _has_default_database() -> bool:
+    """Return whether the default database is there; a client without the extra `sql` cannot read
+    it.
     """
-    from importlib.util import find_spec
-
-    path = Path(DEFAULT_DATABASE.removeprefix("sqlite:///")).absolute()
-    if find_spec("sqlalchemy") is None:
-        return "SQLAlchemy is not installed"
-    return "" if path.exists() else f"there is no database at {path}"
-
-
-def need_place_of_batches(client: Client, output: Path | None) -> None:
-    """Raise ConfigurationError if a batch can be kept neither in the client's database nor in a
-    file beside the output.
-    """
-    from importlib.util import find_spec
-
-    if find_spec("sqlalchemy") is None:
-        raise ConfigurationError(
-            "bulk files need SQLAlchemy: pip install '.[sql]' in tokenmill's folder, "
-            "'./api_client[sql]' for the light client"
-        )
-    if client.database is None and output is None:
-        raise ConfigurationError(
-            f"{why_no_database()}, and batches are kept in one: name it with --database-url or "
-            "TOKENMILL_DATABASE_URL, or use `bulk run`, which needs none"
-        )
+    return bool(find_spec("sqlalchemy")) and Path(DEFAULT_DATABASE[len("sqlite:///") :]).exists()
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:

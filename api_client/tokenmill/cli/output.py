@@ -10,17 +10,19 @@ from __future__ import annotations
 import json as standard_json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import msgspec
+import typer
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from tokenmill.errors import InvalidRequest
 from tokenmill_schemas.generation import token_text
 from tokenmill_schemas.visible import visible, visible_json
 
@@ -209,18 +211,42 @@ def clock(moment_ms: int) -> str:
     )
 
 
-def show_redriven(revived: Sequence[str], asked: Sequence[str], noun: str, *, json: bool) -> bool:
-    """Print what was redriven, and which of the ids asked for was not. Return whether all of them
-    were.
-    """
-    missing = [name for name in asked if name not in revived]
+def show_list(
+    found: Sequence[Any],
+    columns: Sequence[str | tuple[str, str]],
+    row: Callable[[Any], Sequence[Any]],
+    noun: str,
+    *,
+    json: bool,
+) -> None:
+    """Print what a command lists: a table, or that there is none; or JSON."""
+    if json:
+        emit(found)
+    elif found:
+        table(columns, map(row, found))
+    else:
+        err().print(f"[dim]no {noun}s[/dim]")
+
+
+def redrive_all(
+    call: Callable[[Sequence[str] | None], Sequence[str]],
+    asked: Sequence[str] | None,
+    noun: str,
+    *,
+    everything: bool,
+    json: bool,
+) -> None:
+    """Redrive what was asked for, and print which was. Exits with 1 if one was not dead."""
+    if bool(asked) == everything:
+        raise InvalidRequest([f"give the ids of {noun}s, or --all"])
+    revived = list(call(asked or None))
+    missing = [name for name in asked or () if name not in revived]
     if json:
         emit({"redriven": revived, "not_dead": missing})
-        return not missing
-    for name in revived:
-        say(f"{name} redriven\n")
-    for name in missing:
-        say(f"{name} is not a dead {noun}\n")
-    if not asked and not revived:
-        err().print(f"[dim]no dead {noun}s[/dim]")
-    return not missing
+    else:
+        say("".join(f"{name} redriven\n" for name in revived))
+        say("".join(f"{name} is not a dead {noun}\n" for name in missing))
+        if everything and not revived:
+            err().print(f"[dim]no dead {noun}s[/dim]")
+    if missing:
+        raise typer.Exit(1)

@@ -11,15 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tokenmill.openai.form_values import FormError, shown
-from tokenmill.openai.responses_body import SAMPLING, VLLM_NEUTRAL, chat_of
+from tokenmill.openai.form_values import FormError, present, shown
+from tokenmill.openai.parameters import (
+    LABELS,
+    SAMPLING,
+    VLLM_NEUTRAL,
+    refuse_effect,
+    require,
+    unrecognized,
+)
+from tokenmill.openai.responses_body import chat_of
 from tokenmill_schemas.openai import COMPLETIONS_URL, RESPONSES_URL
 
 _SAME: Final = (*SAMPLING, "n", "response_format")
-_LABELS: Final = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention",
-})  # fmt: skip
 # parameter → the values that have no effect
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "stream": (False,),
@@ -51,7 +55,7 @@ _COMPLETION_TOKENS: Final = 16  # OpenAI's default length of a completion
 
 def fields_of(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `submit`, which validates their values. Raises FormError."""
-    body = {name: value for name, value in body.items() if value is not None}
+    body = present(body)
     if url == RESPONSES_URL:
         body = chat_of(body)
     is_chat = url != COMPLETIONS_URL
@@ -67,18 +71,13 @@ def _check_names(body: Mapping[str, Any], is_chat: bool) -> None:
     neutral = _CHAT_NEUTRAL if is_chat else _NEUTRAL
     for name, value in body.items():
         if name in neutral:
-            if value not in neutral[name]:
-                raise FormError(f"{name!r} is not supported here", name, "unsupported_parameter")
+            refuse_effect(name, value, neutral[name])
         elif name in other or name not in _KNOWN:
-            raise FormError(
-                f"Unrecognized request argument supplied: {name[:64]}",
-                name[:64],
-                "unknown_parameter",
-            )
+            raise unrecognized(name)
 
 
 _KNOWN: Final = (
-    frozenset(_SAME) | _LABELS | _CHAT_ONLY | _COMPLETION_ONLY
+    frozenset(_SAME) | LABELS | _CHAT_ONLY | _COMPLETION_ONLY
     | {"model", "max_tokens", "logprobs"}
 )  # fmt: skip
 
@@ -91,10 +90,7 @@ def _model(body: Mapping[str, Any]) -> str:
 
 
 def _chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    if "messages" not in body:
-        raise FormError(
-            "Missing required parameter: 'messages'.", "messages", "missing_required_parameter"
-        )
+    require(body, "messages")
     lengths = {name: body[name] for name in ("max_tokens", "max_completion_tokens") if name in body}
     template = {name: body[name] for name in _TEMPLATE if name in body} | _effort(body)
     return {"messages": body["messages"], **template, **lengths, **_chat_logprobs(body)}
@@ -117,30 +113,29 @@ def _chat_logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
     wanted, top = body.get("logprobs", False), body.get("top_logprobs", 0)
     if not isinstance(wanted, bool):
         raise FormError("logprobs must be true or false", "logprobs")
-    if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= 20:
-        raise FormError("top_logprobs must be an integer from 0 to 20", "top_logprobs")
+    _check_count("top_logprobs", top, 20)
     if top and not wanted:
         raise FormError("top_logprobs needs logprobs to be true", "top_logprobs")
     return {"logprobs": wanted, "top_logprobs": top} if wanted else {}
 
 
 def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
-    if "prompt" not in body:
-        raise FormError(
-            "Missing required parameter: 'prompt'.", "prompt", "missing_required_parameter"
-        )
+    require(body, "prompt")
     fields: dict[str, Any] = {
         "max_tokens": body.get("max_tokens", _COMPLETION_TOKENS),
         "prompt": body["prompt"],
         "echo": body.get("echo", False),
     }
     if body.get("best_of", 1) not in (1, body.get("n", 1)):
-        raise FormError(
-            "'best_of' other than n is not supported here", "best_of", "unsupported_parameter"
-        )
+        words = "'best_of' other than n is not supported here"
+        raise FormError(words, "best_of", "unsupported_parameter")
     logprobs = body.get("logprobs")
     if logprobs is not None:
-        if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= 5:
-            raise FormError("logprobs must be an integer from 0 to 5", "logprobs")
+        _check_count("logprobs", logprobs, 5)
         fields["logprobs"] = logprobs or True
     return fields
+
+
+def _check_count(name: str, value: object, most: int) -> None:
+    if type(value) is not int or not 0 <= value <= most:
+        raise FormError(f"{name} must be an integer from 0 to {most}", name)

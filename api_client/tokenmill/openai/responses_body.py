@@ -10,32 +10,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from tokenmill.openai.form_values import FormError, present, refuse_unknown, shown
+from tokenmill.openai.parameters import (
+    LABELS,
+    SAMPLING,
+    VLLM_NEUTRAL,
+    refuse_effect,
+    require,
+    unrecognized,
+)
 
-# sampling parameters that have one name in every form of a body and in a job: OpenAI's, then those
-# that vLLM and Transformers add
-SAMPLING: Final = (
-    "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop", "logit_bias",
-    "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids",
-    "thinking_budget", "logprobs_mode", "bad_words_ids", "sequence_bias", "no_repeat_ngram_size",
-    "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
-)  # fmt: skip
-# what vLLM adds besides them → the values with which nothing is asked for
-VLLM_NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "priority": (0,),
-}
 # names that mean the same in a chat
 _SAME: Final = frozenset({
-    *SAMPLING, *VLLM_NEUTRAL, "model", "parallel_tool_calls", "chat_template_kwargs",
-    "stream", "stream_options", "user", "metadata", "store", "service_tier", "safety_identifier",
-    "prompt_cache_key", "prompt_cache_retention",
+    *SAMPLING, *VLLM_NEUTRAL, *LABELS, "model", "parallel_tool_calls", "chat_template_kwargs",
+    "stream", "stream_options",
 })  # fmt: skip
 # parameter → the values that have no effect
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
@@ -61,10 +48,7 @@ _ITEM_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
 def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body of the chat. It has no member whose value is null. Raises FormError."""
     body = present(body)
-    if "input" not in body:
-        raise FormError(
-            "Missing required parameter: 'input'.", "input", "missing_required_parameter"
-        )
+    require(body, "input")
     chat: dict[str, Any] = {"messages": _messages(body)}
     for name, value in body.items():
         if name in _READERS:
@@ -72,13 +56,9 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
         elif name in _SAME:
             chat[name] = value
         elif name in _NEUTRAL:
-            if not any(value == neutral for neutral in _NEUTRAL[name]):
-                raise FormError(f"{name!r} is not supported here", name, "unsupported_parameter")
+            refuse_effect(name, value, _NEUTRAL[name])
         elif name not in ("input", "instructions"):
-            word = name[:64]
-            raise FormError(
-                f"Unrecognized request argument supplied: {word}", word, "unknown_parameter"
-            )
+            raise unrecognized(name)
     if "top_logprobs" in chat:
         chat["logprobs"] = True
     return chat

@@ -10,10 +10,11 @@ InvalidRequest if a script rejects an argument.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 from tokenmill.errors import TokenmillError
+from tokenmill.transport.connect import Link
 from tokenmill.transport.scripts import Argument, Script
 from tokenmill_schemas.keys import Keys
 
@@ -21,23 +22,40 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class QueueContext:
-    """The keys of a queue, and the limits and times that a client applies to it.
+class ClientOptions:
+    """Options of a client.
 
-    `queue_limit` and `idempotency_ttl_s`: 0 uses the queue's own setting. `idle_s`: seconds of
-    silence after which a stream reads the log. `retry_for_s`: seconds for which a stream that was
-    connected waits for a lost server, and for the record of a job that the server lost.
-    `on_trouble` is called once per error that is waited out. `unserved_s` limits the wait in a
-    queue that no worker has ever served; None: no limit.
+    Args:
+        link: options of the connections. Its retries are safe, because every call of the client
+            may be repeated.
+        queue_limit: waiting jobs of one priority above which submit raises QueueFull; the queue's
+            own limit applies too. 0: only that one.
+        idempotency_ttl_s: seconds for which an idempotency key is kept after its job has ended;
+            0: the queue's own setting.
+        idle_s: seconds of silence after which a stream reads the job's log.
+        retry_for_s: seconds for which a call that was connected waits for a lost server, and for
+            the record of a job that the server lost.
+        on_trouble: called once per error that is waited out, and with QueueUnserved after the first
+            submit to a queue that no worker has ever served.
+        unserved_s: seconds for which a job may wait in such a queue before stream and result raise
+            QueueUnserved; None: no limit.
     """
 
-    keys: Keys
+    link: Link = field(default_factory=lambda: Link(retries=3, client_name="tokenmill"))
     queue_limit: int = 0
     idempotency_ttl_s: float = 0.0
     idle_s: float = 5.0
     retry_for_s: float = 120.0
     on_trouble: Callable[[TokenmillError], None] | None = None
     unserved_s: float | None = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueContext:
+    """The keys of a queue, and the options of the client."""
+
+    keys: Keys
+    options: ClientOptions = ClientOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +150,11 @@ IORequest: TypeAlias = (
 Operation: TypeAlias = Generator[IORequest, Any, T]
 
 
+def ask(request: IORequest) -> Operation[Any]:
+    """Return the reply to one request: the shortest operation."""
+    return (yield request)
+
+
 def server_time() -> Operation[int]:
     """Return the server's time in Unix milliseconds."""
-    now_ms: int = yield ServerTime()
-    return now_ms
+    return ask(ServerTime())

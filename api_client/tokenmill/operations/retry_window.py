@@ -32,14 +32,16 @@ class RetryWindow:
     """The time limits of one wait, and what was observed during it."""
 
     def __init__(self, context: QueueContext, job_id: str, timeout: float | None) -> None:
-        self._context = context
+        self._context, self._options = context, context.options
         self._job_id = job_id
         self._timeout = timeout
         self._since = time.monotonic()
         self._failures = 0
         self._trouble_since: float | None = None
         self._unserved_at = (
-            math.inf if context.unserved_s is None else self._since + context.unserved_s
+            math.inf
+            if context.options.unserved_s is None
+            else self._since + context.options.unserved_s
         )
         self.was_connected = False
         self.was_known = False
@@ -49,7 +51,7 @@ class RetryWindow:
         now = time.monotonic()
         until_asked = self._unserved_at - now
         longest = (
-            min(self._context.idle_s, until_asked) if until_asked > 0 else self._context.idle_s
+            min(self._options.idle_s, until_asked) if until_asked > 0 else self._options.idle_s
         )
         if self._timeout is None:
             return longest
@@ -90,9 +92,9 @@ class RetryWindow:
         seen_before = (
             self.was_connected if isinstance(trouble, QueueUnavailable) else self.was_known
         )
-        if not seen_before or now - self._trouble_since > self._context.retry_for_s:
+        if not seen_before or now - self._trouble_since > self._options.retry_for_s:
             raise trouble
-        if not self._failures and self._context.on_trouble is not None:
-            self._context.on_trouble(trouble)
+        if not self._failures and self._options.on_trouble is not None:
+            self._options.on_trouble(trouble)
         self._failures += 1
         return min(RECONNECT.delay_s(self._failures), self.next_wait_s())

@@ -231,7 +231,10 @@ def submit(context: QueueContext, requests: Sequence[JobRequest]) -> Operation[l
     """
     handles: list[JobHandle] = []
     for part in in_parts(map(_submit_arguments, requests), SUBMIT_BYTES, SUBMIT_JOBS):
-        arguments: list[Argument] = [context.queue_limit, round(context.idempotency_ttl_s * 1000)]
+        arguments: list[Argument] = [
+            context.options.queue_limit,
+            round(context.options.idempotency_ttl_s * 1000),
+        ]
         for item in part:
             arguments += item
         reply = yield RunScript(SUBMIT, tuple(arguments))

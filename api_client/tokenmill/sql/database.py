@@ -17,6 +17,27 @@ if TYPE_CHECKING:
     import sqlalchemy
 
 
+def _parsed(url: str) -> sqlalchemy.URL:
+    from sqlalchemy.exc import ArgumentError
+
+    from tokenmill.sql.engine import parse_database_url
+
+    scheme, separator, _ = url.partition("://")
+    if separator and scheme.partition("+")[0] not in ("sqlite", "postgresql", "postgres"):
+        raise ConfigurationError(
+            "the database URL begins with sqlite:/// or postgresql://; others are not served"
+        )
+    try:
+        parsed = parse_database_url(url)
+        parsed.get_dialect()
+    except (ArgumentError, ValueError):  # their messages repeat parts of the URL
+        raise ConfigurationError(
+            "the database URL cannot be read: sqlite:///FILE or postgresql://…, "
+            "odd characters of a password quoted"
+        ) from None
+    return parsed
+
+
 class Database:
     """A connection pool of one database; may be shared between threads. `sql` is the module
     sqlalchemy, imported when the first instance is created.
@@ -39,27 +60,16 @@ class Database:
         self.sql = sqlalchemy
         self._may_create = isinstance(where, Path)
         self._errors = driver_errors
-        url: str | sqlalchemy.URL = str(where)
         if isinstance(where, Path):
             url = sqlalchemy.URL.create("sqlite", database=str(where.absolute()))
-        scheme, separator, _ = str(url).partition("://")
-        if separator and scheme.partition("+")[0] not in ("sqlite", "postgresql", "postgres"):
-            raise ConfigurationError(
-                "the database URL begins with sqlite:/// or postgresql://; others are not served"
-            )
+        else:
+            url = _parsed(where)
         try:
             self._engine = engine.open_engine(
                 url, pool_size=5, may_create=self._may_create, is_producer=True
             )
         except ImportError as error:
             raise ConfigurationError(f"the database's driver is not installed: {error}") from error
-        except ConfigurationError:
-            raise
-        except (sqlalchemy.exc.ArgumentError, ValueError):  # their messages repeat parts of the URL
-            raise ConfigurationError(
-                "the database URL cannot be read: sqlite:///FILE or postgresql://…, "
-                "odd characters of a password quoted"
-            ) from None
 
     @contextmanager
     def connection(self) -> Iterator[sqlalchemy.Connection]:

@@ -23,9 +23,9 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from tokenmill.async_client import AsyncClient
-from tokenmill.base import ClientOptions
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError
+from tokenmill.operations.io_requests import ClientOptions
 from tokenmill.testing.answers import Answer, SimulatedJob, failure
 from tokenmill.transport.scripts import COMMON, call, load_script
 from tokenmill_schemas.codec import decode_request, encode

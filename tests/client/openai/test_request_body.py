@@ -7,8 +7,8 @@ import pytest
 from tests.client.bulk.support import chat, completion
 from tests.support.pages import GUIDES
 from tokenmill.bulk.formats.input_file import BadLine, BatchDefaults, parse, to_request
+from tokenmill.openai.parameters import SAMPLING
 from tokenmill.openai.request_body import fields_of
-from tokenmill.openai.responses_body import SAMPLING
 from tokenmill_schemas.chat import Message, TextPart
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
 from tokenmill_schemas.job import JobRequest, Priority

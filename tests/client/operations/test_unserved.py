@@ -9,10 +9,9 @@ from typer.testing import CliRunner
 
 from tests.support.queue import Queue
 from tokenmill import AsyncClient, Client, QueueUnserved, ResultTimeout
-from tokenmill.base import ClientOptions
 from tokenmill.celery import generation_task
 from tokenmill.cli import app
-from tokenmill.operations.io_requests import RunScript
+from tokenmill.operations.io_requests import ClientOptions, RunScript
 from tokenmill.operations.submit import build_request, submit
 from tokenmill.testing import InMemoryQueue
 from tokenmill.transport.scripts import SUBMIT

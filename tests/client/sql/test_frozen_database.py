@@ -1,11 +1,12 @@
-"""A database that answers nothing holds up its own look-ups, and nothing else of the event loop."""
+"""A database that answers nothing holds up its own look-ups, and nothing else of a program."""
 
 import asyncio
+import sys
 
 import pytest
 
 from tests.support.postgres import PostgresServer
-from tokenmill import AsyncClient
+from tokenmill import AsyncClient, Client
 from tokenmill.errors import JobNotFound, QueueUnavailable
 from tokenmill.sql import look_ups
 from tokenmill_worker.record.migrate import upgrade
@@ -34,5 +35,46 @@ async def test_a_frozen_database_blocks_no_thread_of_the_event_loop(
             own_postgres.thaw()
         with pytest.raises(JobNotFound):
             await client.status("none")
-        # those that waited for the thaw
-        await asyncio.to_thread(lambda: client._look_ups.close(wait=True))
+
+
+def test_a_thread_waits_for_a_frozen_database_no_longer_than_the_limit(
+    redis_url: str, own_postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = own_postgres.create_database()
+    upgrade(url)
+    monkeypatch.setattr(look_ups, "LIMIT_S", 1.0)
+    with Client(redis_url, queue="q", database=url) as client:
+        own_postgres.freeze()
+        try:
+            with pytest.raises(QueueUnavailable, match="does not answer within 1 s"):
+                client.status("none")
+        finally:
+            own_postgres.thaw()
+        with pytest.raises(JobNotFound):
+            client.status("none")
+
+
+PROGRAM = """
+import sys
+from tokenmill import Client
+from tokenmill.sql import look_ups
+look_ups.LIMIT_S = 1.0
+Client(sys.argv[1], queue="q", database=sys.argv[2]).status("none")
+"""
+
+
+async def test_a_program_ends_while_its_look_up_waits_for_a_frozen_database(
+    redis_url: str, own_postgres: PostgresServer
+) -> None:
+    url = own_postgres.create_database()
+    upgrade(url)
+    own_postgres.freeze()
+    try:
+        program = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", PROGRAM, redis_url, url, stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(60):
+            _, said = await program.communicate()
+    finally:
+        own_postgres.thaw()
+    assert b"the database does not answer within 1 s" in said

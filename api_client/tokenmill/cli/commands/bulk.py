@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -30,12 +30,11 @@ from tokenmill.bulk import (
 from tokenmill.bulk.batch import DEFAULT_WINDOW
 from tokenmill.bulk.progress import WINDOW
 from tokenmill.cli.connection import (
-    MOST,
     ConnectionOptions,
     Json,
     connected,
+    limit_of,
     metadata_of,
-    need_place_of_batches,
 )
 from tokenmill.cli.output import ago, clock, complain, count, emit, err, out, say, table
 from tokenmill.cli.views.bulk_progress import bulk_progress
@@ -217,9 +216,7 @@ def cancel(connection: ConnectionOptions, batch: BatchId, *, json: Json = False)
 def list_batches(
     connection: ConnectionOptions,
     *,
-    limit: Annotated[
-        int, typer.Option("--limit", "-l", min=1, max=MOST, help="Largest number of batches.")
-    ] = 20,
+    limit: Annotated[int, limit_of("batches")] = 20,
     after: Annotated[
         str | None, typer.Option(help="List batches older than this one.", metavar="BATCH")
     ] = None,
@@ -241,13 +238,8 @@ def list_batches(
 def _open(
     connection: ConnectionOptions, output: Path | None = None
 ) -> Iterator[tuple[Client, BatchStore]]:
-    with connection.client() as client:
-        need_place_of_batches(client, output)
-        store = open_store(client, output)
-        try:
-            yield client, store
-        finally:
-            store.close()
+    with connection.client() as client, closing(open_store(client, output)) as store:
+        yield client, store
 
 
 @contextmanager

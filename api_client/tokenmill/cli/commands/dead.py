@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from tokenmill.cli.connection import MOST, ConnectionOptions, Json, connected
-from tokenmill.cli.output import ago, emit, err, out, say, show_redriven, table
-from tokenmill.errors import InvalidRequest
+from tokenmill.cli.connection import ConnectionOptions, Json, connected, limit_of
+from tokenmill.cli.output import ago, out, redrive_all, say, show_list
+from tokenmill.operations.queue import DeadJob
 
 
 def register(app: typer.Typer) -> None:
@@ -25,9 +26,7 @@ def register(app: typer.Typer) -> None:
 def list_dead(
     connection: ConnectionOptions,
     *,
-    limit: Annotated[
-        int, typer.Option("--limit", "-l", min=1, max=MOST, help="Largest number of jobs.")
-    ] = 50,
+    limit: Annotated[int, limit_of("jobs")] = 50,
     history: Annotated[
         bool, typer.Option("--history", help="Show the crashes before the end.")
     ] = False,
@@ -36,20 +35,17 @@ def list_dead(
     """List the dead letters, newest first, each with its reason."""
     with connection.client() as client:
         found = client.dead(limit)
-    if json:
-        emit(found)
-    elif not found:
-        err().print("[dim]no dead jobs[/dim]")
-    elif not history:
-        table(
-            ["JOB", "DIED", "ERROR"],
-            ((job.job_id, ago(job.died_ms), job.error) for job in found),
-        )
-    else:
-        for job in found:
-            out().print(Text.assemble((job.job_id, "bold"), f" {ago(job.died_ms)}: {job.error}"))
-            for line in job.history:
-                say(f"    {line}\n")
+    if json or not found or not history:
+        show_list(found, ["JOB", "DIED", "ERROR"], _row, "dead job", json=json)
+        return
+    for job in found:
+        out().print(Text.assemble((job.job_id, "bold"), f" {ago(job.died_ms)}: {job.error}"))
+        for line in job.history:
+            say(f"    {line}\n")
+
+
+def _row(job: DeadJob) -> tuple[object, ...]:
+    return job.job_id, ago(job.died_ms), job.error
 
 
 def redrive(
@@ -59,16 +55,10 @@ def redrive(
     everything: Annotated[
         bool, typer.Option("--all", help="Redrive all dead jobs, the oldest first.")
     ] = False,
-    limit: Annotated[
-        int,
-        typer.Option("--limit", "-l", min=1, max=MOST, help="Largest number of jobs with --all."),
-    ] = 1000,
+    limit: Annotated[int, limit_of("jobs with --all")] = 1000,
     json: Json = False,
 ) -> None:
     """Return dead jobs to the queue: they start again, without their deadline."""
-    if bool(job) == everything:
-        raise InvalidRequest(["give the ids of jobs, or --all"])
     with connection.client() as client:
-        revived = list(client.redrive(job or None, limit))
-    if not show_redriven(revived, job or (), "job", json=json):
-        raise typer.Exit(1)
+        call = partial(client.redrive, limit=limit)
+        redrive_all(call, job, "job", everything=everything, json=json)

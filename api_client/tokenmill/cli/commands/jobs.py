@@ -5,16 +5,26 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 import typer
 from rich.text import Text
 
-from tokenmill.cli.connection import MOST, ConnectionOptions, Job, Json, connected
-from tokenmill.cli.output import ago, clock, complain, emit, err, out, say, seconds, state, table
+from tokenmill.cli.connection import ConnectionOptions, Job, Json, connected, limit_of
+from tokenmill.cli.output import (
+    ago,
+    clock,
+    complain,
+    emit,
+    err,
+    out,
+    say,
+    seconds,
+    show_list,
+    state,
+)
 from tokenmill.cli.views.job_output import show_answer
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError, JobNotFound, TokenmillError
@@ -25,6 +35,7 @@ from tokenmill_schemas.visible import visible
 
 Listed = JobInfo | JobRow
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_UNENDED: Final = ("open", "scheduled", "queued", "running")
 
 
 class State(StrEnum):
@@ -116,30 +127,6 @@ def _cancel(client: Client, job_id: str) -> str:
         return "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class JobFilter:
-    """The filters of a list of jobs. A filter on a value that only ended jobs have (`is_of_ended`)
-    leaves out all other jobs.
-    """
-
-    state: State | None
-    tenant: str | None
-    batch: str | None
-    model: str | None
-    since_ms: int | None
-    until_ms: int | None
-    after: str | None
-    limit: int
-    every_queue: bool
-
-    @property
-    def is_of_ended(self) -> bool:
-        return any(
-            value is not None
-            for value in (self.batch, self.model, self.since_ms, self.until_ms, self.after)
-        )
-
-
 def jobs(
     connection: ConnectionOptions,
     *,
@@ -167,95 +154,63 @@ def jobs(
         str | None,
         typer.Option(help="List the page of ended jobs after this cursor.", metavar="CURSOR"),
     ] = None,
-    limit: Annotated[
-        int,
-        typer.Option("--limit", "-l", min=1, max=MOST, help="Largest number of jobs of each kind."),
-    ] = 20,
+    limit: Annotated[int, limit_of("jobs of each kind")] = 20,
     all_queues: Annotated[
         bool, typer.Option("--all-queues", help="List the ended jobs of all queues.")
     ] = False,
     json: Json = False,
 ) -> None:
     """List jobs, the newest first: open ones from the queue, ended ones from SQL."""
-    # an invalid name fails here, not as an error of one source
-    connection = replace(connection, queue=connection.queue_name)
-    what = JobFilter(
-        wanted,
-        tenant,
-        batch,
-        only_model,
-        time_argument_ms(since),
-        time_argument_ms(until),
-        after,
-        limit,
-        all_queues,
-    )
+    queue = connection.queue_name  # an invalid name fails here, not as an error of one source
+    of_ended = {
+        "batch_id": batch,
+        "model": only_model,
+        "since_ms": time_argument_ms(since),
+        "until_ms": time_argument_ms(until),
+        "after": after,
+    }
+    is_of_ended = any(value is not None for value in of_ended.values())
+
+    def unended() -> Sequence[Listed]:
+        narrow = None if wanted in (None, "open") else JobStatus(wanted)
+        with connection.client() as client:
+            infos = [] if is_of_ended else client.list(narrow, limit)
+        return [
+            info
+            for info in infos
+            if tenant in (None, info.tenant) and (narrow is not None or not info.status.is_final)
+        ]
+
+    def ended() -> Sequence[Listed]:
+        state = None if wanted in (None, "ended") else str(wanted)
+        with connection.results() as results:
+            return results.jobs(
+                status=state,
+                tenant=tenant,
+                queue=None if all_queues else queue,
+                limit=limit,
+                **cast("dict[str, Any]", of_ended),
+            )
+
+    # Redis keeps dead jobs until they are redriven
+    wants_unended = not is_of_ended if wanted in (None, "dead") else wanted in _UNENDED
+    kinds = [unended] * wants_unended + [ended] * (wanted is None or not wants_unended)
     found: list[Listed] = []
     troubles: list[TokenmillError] = []
-    kinds = [kind for kind, has in ((_open, _is_open(what)), (_ended, _is_ended(what))) if has]
     for kind in kinds:
         try:
-            found += kind(connection, what)
+            found += kind()
         except TokenmillError as error:
             troubles.append(error)
     if troubles and len(troubles) == len(kinds):
         raise troubles[0]
     for trouble in troubles:
         complain(str(trouble), "warning")
-    if json:
-        emit(found)
-    elif found:
-        right = [(title, "right") for title in ("TOKENS", "TOOK", "WHEN")]
-        table(["JOB", "STATUS", *right, "PRIORITY", "TENANT", ""], map(_row, found))
-    else:
-        err().print("[dim]no jobs[/dim]")
-    ended = [job for job in found if isinstance(job, JobRow)]
-    if len(ended) == limit:
-        err().print(Text(f"more: --after {ended[-1].cursor}", style="dim"))
-
-
-def _is_open(what: JobFilter) -> bool:
-    """Return whether open jobs are wanted. Dead jobs are among them, because Redis keeps them until
-    they are redriven.
-    """
-    if what.state is None:
-        return not what.is_of_ended
-    return what.state in (State.OPEN, State.SCHEDULED, State.QUEUED, State.RUNNING) or (
-        what.state is State.DEAD and not what.is_of_ended
-    )
-
-
-def _is_ended(what: JobFilter) -> bool:
-    return what.state is None or not _is_open(what)
-
-
-def _open(connection: ConnectionOptions, what: JobFilter) -> list[Listed]:
-    if what.is_of_ended:
-        return []
-    narrow = None if what.state in (None, State.OPEN) else JobStatus(str(what.state))
-    with connection.client() as client:
-        infos = client.list(narrow, what.limit)
-    return [
-        info
-        for info in infos
-        if what.tenant in (None, info.tenant) and (narrow is not None or not info.status.is_final)
-    ]
-
-
-def _ended(connection: ConnectionOptions, what: JobFilter) -> list[Listed]:
-    with connection.results() as results:
-        found = results.jobs(
-            status=None if what.state in (None, State.ENDED) else str(what.state),
-            tenant=what.tenant,
-            queue=None if what.every_queue else connection.queue_name,
-            model=what.model,
-            batch_id=what.batch,
-            since_ms=what.since_ms,
-            until_ms=what.until_ms,
-            after=what.after,
-            limit=what.limit,
-        )
-    return list(found)
+    right = [(title, "right") for title in ("TOKENS", "TOOK", "WHEN")]
+    show_list(found, ["JOB", "STATUS", *right, "PRIORITY", "TENANT", ""], _row, "job", json=json)
+    rows = [job for job in found if isinstance(job, JobRow)]
+    if len(rows) == limit:
+        err().print(Text(f"more: --after {rows[-1].cursor}", style="dim"))
 
 
 def _row(job: Listed) -> Sequence[Any]:

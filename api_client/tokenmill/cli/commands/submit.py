@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Annotated, Any
 
@@ -17,20 +18,18 @@ from tokenmill.client import Client
 from tokenmill.errors import InvalidRequest, TokenmillError
 from tokenmill_schemas.job import Priority
 
-_PROMPT, _JOB = "Prompt", "Job"
-
 
 def register(app: typer.Typer) -> None:
     app.command()(connected(with_sampling(submit)))
     app.command()(connected(tail))
 
 
-def _sampling(help_text: str) -> Any:
-    return typer.Option(help=help_text, rich_help_panel="Sampling")
+def _panel(title: str) -> Callable[..., Any]:
+    """Return a function that makes an option of its help text and, where given, its flags."""
+    return lambda words, *flags: typer.Option(*flags, help=words, rich_help_panel=title)
 
 
-def _job_option(help_text: str) -> Any:
-    return typer.Option(help=help_text, rich_help_panel=_JOB)
+_prompt, _sampling, _job = _panel("Prompt"), _panel("Sampling"), _panel("Job")
 
 
 def submit(
@@ -40,60 +39,31 @@ def submit(
         str | None, typer.Argument(help="Text to continue; read from stdin if missing or '-'.")
     ] = None,
     *,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat", "-c", help="Send the prompt as a user message.", rich_help_panel=_PROMPT
-        ),
-    ] = False,
+    chat: Annotated[bool, _prompt("Send the prompt as a user message.", "--chat", "-c")] = False,
     system: Annotated[
-        str | None,
-        typer.Option(
-            help="System message before the prompt; implies --chat.", rich_help_panel=_PROMPT
-        ),
+        str | None, _prompt("System message before the prompt; implies --chat.")
     ] = None,
-    messages: Annotated[
-        str | None,
-        typer.Option(help="Messages as JSON (or @FILE).", rich_help_panel=_PROMPT),
-    ] = None,
-    prompt_ids: Annotated[
-        str | None, typer.Option(help="Token ids, separated by commas.", rich_help_panel=_PROMPT)
-    ] = None,
+    messages: Annotated[str | None, _prompt("Messages as JSON (or @FILE).")] = None,
+    prompt_ids: Annotated[str | None, _prompt("Token ids, separated by commas.")] = None,
     chat_template_kwargs: Annotated[
-        str | None,
-        typer.Option(
-            help="Variables of the chat template as JSON (or @FILE).", rich_help_panel=_PROMPT
-        ),
+        str | None, _prompt("Variables of the chat template as JSON (or @FILE).")
     ] = None,
     documents: Annotated[
-        str | None,
-        typer.Option(
-            help="Documents for the chat template as JSON (or @FILE).", rich_help_panel=_PROMPT
-        ),
+        str | None, _prompt("Documents for the chat template as JSON (or @FILE).")
     ] = None,
-    tools: Annotated[
-        str | None,
-        typer.Option(help="OpenAI's tools as JSON (or @FILE).", rich_help_panel=_PROMPT),
-    ] = None,
-    tool_choice: Annotated[
-        str | None,
-        typer.Option(help="auto, none, required, or function:NAME.", rich_help_panel=_PROMPT),
-    ] = None,
+    tools: Annotated[str | None, _prompt("OpenAI's tools as JSON (or @FILE).")] = None,
+    tool_choice: Annotated[str | None, _prompt("auto, none, required, or function:NAME.")] = None,
     parallel_tool_calls: Annotated[
-        bool | None,
-        typer.Option(help="Let an answer call several tools.", rich_help_panel=_PROMPT),
+        bool | None, _prompt("Let an answer call several tools.")
     ] = None,
     continue_final_message: Annotated[
         bool,
-        typer.Option(
-            "--continue-final-message",
-            help="Continue the final message instead of beginning another.",
-            rich_help_panel=_PROMPT,
+        _prompt(
+            "Continue the final message instead of beginning another.", "--continue-final-message"
         ),
     ] = False,
     generation_prompt: Annotated[
-        bool | None,
-        typer.Option(help="Begin an assistant's message after the chat.", rich_help_panel=_PROMPT),
+        bool | None, _prompt("Begin an assistant's message after the chat.")
     ] = None,
     sampling: dict[str, Any],
     json_schema: Annotated[
@@ -106,19 +76,17 @@ def submit(
     response_format: Annotated[
         str | None, _sampling("OpenAI's response_format as JSON (or @FILE).")
     ] = None,
-    priority: Annotated[Priority, _job_option("Priority class.")] = Priority.STANDARD,
-    tenant: Annotated[str | None, _job_option("Tenant of the job.")] = None,
+    priority: Annotated[Priority, _job("Priority class.")] = Priority.STANDARD,
+    tenant: Annotated[str | None, _job("Tenant of the job.")] = None,
     idempotency_key: Annotated[
-        str | None, _job_option("Submitting twice with the same key gives one job.")
+        str | None, _job("Submitting twice with the same key gives one job.")
     ] = None,
-    deadline: Annotated[
-        float | None, _job_option("Seconds from now until the job expires.")
-    ] = None,
-    delay: Annotated[float | None, _job_option("Seconds from now until the job may start.")] = None,
+    deadline: Annotated[float | None, _job("Seconds from now until the job expires.")] = None,
+    delay: Annotated[float | None, _job("Seconds from now until the job may start.")] = None,
     metadata: Annotated[
-        list[str] | None, _job_option("KEY=VALUE, kept with the result; may be repeated.")
+        list[str] | None, _job("KEY=VALUE, kept with the result; may be repeated.")
     ] = None,
-    webhook: Annotated[str | None, _job_option("URL that is called when the job ends.")] = None,
+    webhook: Annotated[str | None, _job("URL that is called when the job ends.")] = None,
     stream: Annotated[
         bool, typer.Option("--stream", "-s", help="Print the tokens as they are generated.")
     ] = False,

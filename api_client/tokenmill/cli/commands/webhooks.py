@@ -5,15 +5,14 @@ them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tokenmill.cli.connection import MOST, ConnectionOptions, Json, connected
-from tokenmill.cli.output import ago, emit, err, say, seconds, show_redriven, state, table
-from tokenmill.errors import InvalidRequest
+from tokenmill.cli.connection import ConnectionOptions, Json, connected, limit_of
+from tokenmill.cli.output import ago, redrive_all, say, seconds, show_list, state
 from tokenmill.webhooks import new_secret, tenant_secret
 
 if TYPE_CHECKING:
@@ -42,24 +41,20 @@ def list_webhooks(
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="List only this tenant.")] = None,
     job: Annotated[str | None, typer.Option(help="List only this job.")] = None,
-    limit: Annotated[
-        int, typer.Option("--limit", "-l", min=1, max=MOST, help="Largest number of webhooks.")
-    ] = 50,
+    limit: Annotated[int, limit_of("webhooks")] = 50,
     json: Json = False,
 ) -> None:
     """List the webhooks of every queue with their state, the latest first."""
     with _webhooks(connection) as webhooks:
         found = webhooks.list(state=wanted, tenant=tenant, job_id=job, limit=limit)
-    if json:
-        emit(found)
-    elif not found:
-        err().print("[dim]no webhooks[/dim]")
-    else:
-        tries, when = ("TRIES", "right"), ("WHEN", "right")
-        table(
-            ["WEBHOOK", "STATE", "EVENT", "TENANT", tries, when, "URL", ""],
-            map(_row, found),
-        )
+    tries, when = ("TRIES", "right"), ("WHEN", "right")
+    show_list(
+        found,
+        ["WEBHOOK", "STATE", "EVENT", "TENANT", tries, when, "URL", ""],
+        _row,
+        "webhook",
+        json=json,
+    )
 
 
 def redrive(
@@ -71,21 +66,13 @@ def redrive(
     everything: Annotated[
         bool, typer.Option("--all", help="Redrive all dead webhooks, the oldest first.")
     ] = False,
-    limit: Annotated[
-        int,
-        typer.Option(
-            "--limit", "-l", min=1, max=MOST, help="Largest number of webhooks with --all."
-        ),
-    ] = 1000,
+    limit: Annotated[int, limit_of("webhooks with --all")] = 1000,
     json: Json = False,
 ) -> None:
     """Send dead webhooks again, with the ids that they had."""
-    if bool(webhook) == everything:
-        raise InvalidRequest(["give the ids of webhooks, or --all"])
     with _webhooks(connection) as webhooks:
-        revived = list(webhooks.redrive(webhook or None, limit))
-    if not show_redriven(revived, webhook or (), "webhook", json=json):
-        raise typer.Exit(1)
+        call = partial(webhooks.redrive, limit=limit)
+        redrive_all(call, webhook, "webhook", everything=everything, json=json)
 
 
 def secret(
@@ -106,15 +93,10 @@ def secret(
     say((new_secret() if new else tenant_secret(webhook_secret, tenant)) + "\n")
 
 
-@contextmanager
-def _webhooks(connection: ConnectionOptions) -> Iterator[SqlWebhooks]:
+def _webhooks(connection: ConnectionOptions) -> closing[SqlWebhooks]:
     from tokenmill.sql.webhooks import SqlWebhooks
 
-    webhooks = SqlWebhooks(connection.database_url)
-    try:
-        yield webhooks
-    finally:
-        webhooks.close()
+    return closing(SqlWebhooks(connection.database_url))
 
 
 def _row(row: WebhookRow) -> tuple[object, ...]:
