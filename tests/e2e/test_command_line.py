@@ -134,6 +134,14 @@ async def test_a_worker_names_every_wrong_setting_at_once(shell):
     assert "did you mean TOKENMILL_LEASE_SECONDS" in error
 
 
+@pytest.mark.parametrize("command", ["worker", "doctor"])
+async def test_an_engine_that_contradicts_the_model_ends_a_start_with_its_sentence(shell, command):
+    status, _, error = await shell.run(command, "--engine", "own", "--model", "synthetic")
+    assert status == 2
+    assert "--engine must not be own: the model synthetic is of the engine synthetic" in error
+    assert "Traceback" not in error
+
+
 async def test_a_missing_database_is_named_and_not_created(tmp_path, shell):
     path = tmp_path / "folder" / "misspelt.db"
     status, _, error = await shell.run(

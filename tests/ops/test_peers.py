@@ -34,8 +34,13 @@ def test_static_batching_gives_the_same_tokens_with_empty_places(tmp_path: Path)
     static.close()
 
 
-def test_a_round_does_not_hit_prompts_of_an_earlier_round() -> None:
-    ours = Tokenmill(EngineOptions(model="synthetic", pool_tokens=1024, max_sequences=2))
+@pytest.mark.model
+def test_a_round_does_not_hit_prompts_of_an_earlier_round(tmp_path: Path) -> None:
+    ours = Tokenmill(
+        EngineOptions(
+            model=str(tiny_models.save("llama", tmp_path)), pool_tokens=1024, max_sequences=2
+        )
+    )
     for _ in range(2):
         ours.run((WorkloadRequest(tuple(range(65, 105)), 2),))
     assert ours._engine.stats().cached_tokens == 0

@@ -186,6 +186,9 @@ def doctor(
     database_url: DatabaseUrl = None,
     queue: Annotated[str | None, typer.Option(help="Queue (default: TOKENMILL_QUEUE).")] = None,
     model: Annotated[str | None, typer.Option(help="Model (default: TOKENMILL_MODEL).")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Kind of engine (default: TOKENMILL_ENGINE, or the model's).")
+    ] = None,
     quiet: Annotated[
         bool,
         typer.Option(
@@ -202,7 +205,13 @@ def doctor(
     """
     with _sentences():
         settings = load_settings(
-            {"redis_url": redis_url, "database_url": database_url, "queue": queue, "model": model}
+            {
+                "redis_url": redis_url,
+                "database_url": database_url,
+                "queue": queue,
+                "model": model,
+                "engine": engine,
+            }
         )
         from tokenmill_worker.local.doctor import examine, show
 
