@@ -6,11 +6,10 @@ A package's root stays small, because its modules are read first; the rest has r
 README's "Read the code in this order" exist. No source file has over 350 lines, and no line of C++
 or Lua over 100 columns. No file imports itself through others, also inside one room and for types
 alone. No file names the host of a package registry, because packages come from whatever index pip
-is configured with. Nothing reads bytes in a
-format that can run code (pickle and its kin, `torch.load` of more than weights). Every docstring
-opens with a verb or its subject. A comment behind a closing bracket stands above the statement if
-the formatter broke that only to fit the comment. All files that git tracks or would track are
-checked.
+is configured with. Nothing reads bytes in a format that can run code (pickle and its kin,
+`torch.load` of more than weights). Every docstring opens with a verb or its subject, and not with a
+question. A comment behind a closing bracket stands above the statement if the formatter broke that
+only to fit the comment. All files that git tracks or would track are checked.
 """
 
 import ast
@@ -138,6 +137,9 @@ def docstrings_without_subject(source: str) -> Iterator[tuple[int, str]]:
                     line,
                     f"a docstring opens with {opening[1]!r}: begin with a verb or the subject",
                 )
+            elif re.match(r"[^.:(]*\?", ast.get_docstring(node) or ""):
+                line = 1 if isinstance(node, ast.Module) else node.lineno
+                yield line, "a docstring opens with a question: say 'Return whether'"
 
 
 def lines_broken_by_comments(source: str) -> Iterator[tuple[int, str]]:

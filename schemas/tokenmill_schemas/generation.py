@@ -192,7 +192,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def edits_tokens(self) -> bool:
-        """Does any parameter favour, forbid or force tokens by their ids?"""
+        """Return whether any parameter favours, forbids or forces tokens by their ids."""
         ends = len(self.stop_token_ids)
         return bool(self.no_repeat_ngram_size) or sum(map(len, self.named_ids.values())) > ends
 

@@ -183,3 +183,17 @@ class Steps:
         (2, "a docstring opens with 'Of'"),
         (5, "a docstring opens with 'Until'"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("docstring", "num_found"),
+    [
+        ("Is there room?", 1),
+        ("Does it wait, and is the pause over? Then call it again.", 1),
+        ("Return whether there is room.", 0),
+        ("Give back jobs, each as (job id, crashed?).", 0),
+    ],
+)
+def test_a_docstring_that_opens_with_a_question_is_found(docstring: str, num_found: int) -> None:
+    source = f'def has_room():\n    """{docstring}"""\n'
+    assert len(list(docstrings_without_subject(source))) == num_found

@@ -93,7 +93,7 @@ class FinishedJob:
 
     @property
     def is_batch_line(self) -> bool:
-        """Is this a line of a batch, whose end no caller waits for alone?"""
+        """Return whether this is a line of a batch, whose end no caller waits for alone."""
         request = self.request
         return request is not None and bool(request.batch_id) and not request.stream
 

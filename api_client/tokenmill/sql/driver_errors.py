@@ -67,7 +67,7 @@ def lacks_schema(error: BaseException) -> bool:
 
 
 def is_misconfigured(error: BaseException) -> bool:
-    """Must a person repair the cause, so that retries cannot help?"""
+    """Return whether a person must repair the cause, so that retries cannot help."""
     return isinstance(error, ConfigurationError) or _MISCONFIGURED.search(str(error)) is not None
 
 

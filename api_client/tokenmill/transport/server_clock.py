@@ -49,8 +49,8 @@ class ServerClock:
 
     @property
     def is_fresh(self) -> bool:
-        """Was the clock read within FRESH_S? A wall clock that has moved against the monotonic one
-        since then makes it stale: the machine may have been suspended.
+        """Return whether the clock was read within FRESH_S. A wall clock that has moved against the
+        monotonic one since then makes it stale: the machine may have been suspended.
         """
         if self._read_at is None:
             return False

@@ -60,7 +60,7 @@ class Checks:
 
 
 def has_schema(finished: FinishedJob) -> bool:
-    """Does the job have a complete answer for which a JSON schema was requested?"""
+    """Return whether the job has a complete answer for which a JSON schema was requested."""
     wanted = None if finished.request is None else finished.request.params.response_format
     if (
         wanted is None

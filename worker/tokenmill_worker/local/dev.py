@@ -108,8 +108,8 @@ class PrivateService:
         return None if self._worker is None else self._worker.process.poll()
 
     def is_ready(self) -> bool:
-        """Does the worker report a model? It does so from its first heartbeat after loading. The
-        status of one that was killed stays for the length of its lease, and is older.
+        """Return whether the worker reports a model. It does so from its first heartbeat after
+        loading. The status of one that was killed stays for the length of its lease, and is older.
         """
         settings = self.settings
         with (

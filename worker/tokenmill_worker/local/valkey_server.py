@@ -196,9 +196,9 @@ class ValkeyServer(ManagedProcess):
         return []
 
     def _is_ready(self, written_before: int) -> bool:
-        """Has our process logged at level "notice" that it is ready (another server may hold the
-        port), and is a PING answered? Any reply but "loading" counts, also a refusal for lack of a
-        password.
+        """Return whether our process has logged at level "notice" that it is ready (another server
+        may hold the port), and a PING is answered. Any reply but "loading" counts, also a refusal
+        for lack of a password.
         """
         with self.log_path.open("rb") as log:
             log.seek(written_before)

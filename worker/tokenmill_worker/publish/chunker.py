@@ -93,9 +93,9 @@ class Chunker:
 
     @property
     def is_due(self) -> bool:
-        """Is there something to append? A chunk of several tokens waits until it is full, except at
-        the beginning of a stream and at an end. A job that does not stream needs no log at its end:
-        the result replaces it.
+        """Return whether there is something to append. A chunk of several tokens waits until it is
+        full, except at the beginning of a stream and at an end. A job that does not stream needs no
+        log at its end: the result replaces it.
         """
         if self._one_per_token:  # the usual case
             return self._answer.choices[0].num_tokens > self._place or bool(self._unconfirmed)
@@ -115,8 +115,8 @@ class Chunker:
         )
 
     def _has_undelivered_end(self, index: int) -> bool:
-        """Did the choice end without a token, and does its end need a chunk? The end of a lone
-        choice is the job's own.
+        """Return whether the choice ended without a token and its end needs a chunk. The end of a
+        lone choice is the job's own.
         """
         choice = self._answer.choices[index]
         if not self._streams or self._num_choices == 1 or index in self._ended:

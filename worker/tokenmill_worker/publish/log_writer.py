@@ -90,17 +90,17 @@ class LogWriter:
 
     @property
     def has_pending(self) -> bool:
-        """Do chunks wait for the log, or for more tokens?"""
+        """Return whether chunks wait for the log, or for more tokens."""
         return bool(self.due or self._partial)
 
     @property
     def is_behind(self) -> bool:
-        """Did the last append fail?"""
+        """Return whether the last append failed."""
         return self._failures > 0
 
     @property
     def should_append(self) -> bool:
-        """Does a chunk wait, and is the pause after a failure over?"""
+        """Return whether a chunk waits, and the pause after a failure is over."""
         return bool(self.due) and time.monotonic() >= self._retry_at
 
     @property

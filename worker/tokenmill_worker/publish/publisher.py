@@ -75,8 +75,8 @@ class Publisher:
 
     @property
     def has_pending(self) -> bool:
-        """Do chunks wait for the log, or for more tokens? Then `handle` or `flush` must be called
-        again.
+        """Return whether chunks wait for the log, or for more tokens. Then `handle` or `flush` must
+        be called again.
         """
         return self._writer.has_pending
 
@@ -168,7 +168,7 @@ class Publisher:
 
 
 def _of_several_steps(events: Sequence[TokenEvent], num_jobs: int) -> bool:
-    """Do the events come from several steps, which piled up during an append?"""
+    """Return whether the events come from several steps, which piled up during an append."""
     return len(events) > num_jobs and len(events) > len(
         {(event.request_id, event.choice) for event in events}
     )

@@ -86,9 +86,9 @@ class RunningJob:
         return None
 
     def _is_affected_by(self, event: TokenEvent) -> bool:
-        """Does an error end the job? It does not if a stop string has already ended its choice.
-        A refusal of the whole request names choice 0, even if an earlier attempt finished that
-        choice.
+        """Return whether an error ends the job. It does not if a stop string has already ended its
+        choice. A refusal of the whole request names choice 0, even if an earlier attempt finished
+        that choice.
         """
         is_running = self.answer.choices[event.choice].finish_reason is None
         return is_running or event.choice in self.job.generation.done

@@ -87,7 +87,7 @@ class BacklogHint:
         self.urgent = num_claimed >= wanted.free + wanted.urgent
 
     def is_met_by(self, credits: Credits) -> bool:
-        """Is there room for a job that may wait?"""
+        """Return whether there is room for a job that may wait."""
         return (credits.free > 0 and self.any) or (credits.urgent > 0 and self.urgent)
 
 
@@ -160,7 +160,7 @@ class Consumer:
             self._stream.wake_up.set()
 
     def _should_claim(self) -> bool:
-        """Is there room for a job that may wait?"""
+        """Return whether there is room for a job that may wait."""
         backlog = self._backlog
         if not (backlog.any or backlog.urgent):  # the usual case after a step
             return False

@@ -170,7 +170,9 @@ class Finalizer:
 
     @property
     def is_full(self) -> bool:
-        """Must claiming stop? Running jobs may still be submitted: they cannot wait elsewhere."""
+        """Return whether claiming must stop. Running jobs may still be submitted: they cannot wait
+        elsewhere.
+        """
         return (
             len(self) >= self._limits.max_buffered
             or self.num_bytes >= self._limits.max_buffered_bytes

@@ -77,7 +77,7 @@ class WorkerParts:
 
 
 class StatusReporter:
-    """Reports on one worker. `is_stopping()`: was the worker asked to stop?"""
+    """Reports on one worker. `is_stopping()` returns whether the worker was asked to stop."""
 
     def __init__(self, parts: WorkerParts, *, is_stopping: Callable[[], bool]) -> None:
         self._parts = parts

@@ -75,7 +75,7 @@ class StopFinder:
 
     @property
     def is_idle(self) -> bool:
-        """Are there no stop strings?"""
+        """Return whether there are no stop strings."""
         return not self._matchers
 
     def push(self, text: str) -> str:
@@ -161,7 +161,7 @@ class TextStream:
 
     @property
     def is_plain(self) -> bool:
-        """Is the answer text alone, without thoughts and calls?"""
+        """Return whether the answer is text alone, without thoughts and calls."""
         return self._thoughts is None and self._calls is None
 
     @property
@@ -170,7 +170,7 @@ class TextStream:
 
     @property
     def has_only_complete_calls(self) -> bool:
-        """Are there calls, and is each of them complete?"""
+        """Return whether there are calls, and each of them is complete."""
         return self._calls is not None and self._calls.has_only_complete_calls
 
     @property

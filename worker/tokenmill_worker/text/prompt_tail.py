@@ -56,7 +56,7 @@ class PromptTail:
                 yield start
 
     def _is_spanned(self, before: str, behind: str) -> bool:
-        """May a token hold both characters, one after the other?"""
+        """Return whether a token may hold both characters, one after the other."""
         if self._is_byte_level:
             ends = _LETTER_OF_BYTE[before.encode()[-1]], _LETTER_OF_BYTE[behind.encode()[0]]
             pair = "".join(ends)

@@ -74,7 +74,7 @@ class ByteFallbackDetokenizer:
         self._strip = strip  # the character that may be cut from the beginning
         self._to_strip = max_stripped
         self._run = bytearray()  # bytes of the current run
-        self._broken = False  # is the current run invalid UTF-8?
+        self._broken = False  # whether the current run is invalid UTF-8
         self._checker = codecs.getincrementaldecoder("utf-8")()
 
     def push(self, token_id: int) -> str:

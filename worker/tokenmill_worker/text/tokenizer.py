@@ -222,8 +222,8 @@ def _special_ids(tokenizer: Any, backend: Any) -> frozenset[int]:
 
 
 def _cleans_up(tokenizer: Any, backend: Any) -> bool:
-    """Does decoding end with a pass over the text ("do n't" → "don't")? BPE tokenizers skip it
-    unless their settings force it.
+    """Return whether decoding ends with a pass over the text ("do n't" → "don't"). BPE tokenizers
+    skip it unless their settings force it.
     """
     return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) and (
         type(backend.model).__name__ != "BPE"

@@ -171,8 +171,8 @@ class GraphSizes(NamedTuple):
 class Device:
     """One device. Only the engine's thread uses it."""
 
-    is_asynchronous = False  # does it queue work, so that the host can run ahead?
-    uses_host_memory = False  # does it share its memory with other programs of this machine?
+    is_asynchronous = False  # whether it queues work, so that the host can run ahead
+    uses_host_memory = False  # whether other programs of this machine share its memory
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device

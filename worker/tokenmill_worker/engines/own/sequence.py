@@ -92,12 +92,12 @@ class Sequence:
 
     @property
     def is_scoring(self) -> bool:
-        """Are log-probabilities of given tokens still to be reported?"""
+        """Return whether log-probabilities of given tokens are still to be reported."""
         return self.next_scored < self.scored_end
 
     @property
     def scores_prompt(self) -> bool:
-        """Are the given tokens that are scored those of the prompt, not of the answer?"""
+        """Return whether the given tokens that are scored are the prompt's, not the answer's."""
         return self.scored_end <= self.num_prompt_tokens
 
     @property
@@ -115,7 +115,7 @@ class Sequence:
 
     @property
     def is_constrained(self) -> bool:
-        """Does a grammar or a budget of thoughts restrict its tokens?"""
+        """Return whether a grammar or a budget of thoughts restricts its tokens."""
         return self.params.response_format is not None or self.thoughts is not None
 
     @property

@@ -59,8 +59,8 @@ def _named(host: str, address: Address) -> str:
 
 
 def is_permitted(address: Address, allowed: Sequence[Network] = ()) -> bool:
-    """Is the address public or in an allowed network? The same must hold for an IPv4 address that
-    an IPv6 address carries.
+    """Return whether the address is public or in an allowed network. The same must hold for an IPv4
+    address that an IPv6 address carries.
     """
     carried = _carried(address)
     reached = carried if address in _NAT64 else [address, *carried]

@@ -24,7 +24,7 @@ class JsonScanner:
 
     @property
     def is_outside(self) -> bool:
-        """Is the next letter outside of every bracket and string?"""
+        """Return whether the next letter is outside of every bracket and string."""
         return not self.depth and not self._in_string
 
     def take(self, letter: str) -> None:

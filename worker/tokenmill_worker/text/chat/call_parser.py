@@ -63,7 +63,7 @@ class CallParser:
 
     @property
     def has_only_complete_calls(self) -> bool:
-        """Are there calls, and is each of them complete?"""
+        """Return whether there are calls, and each of them is complete."""
         return bool(self._calls) and all(call.is_complete for call in self._calls)
 
     def push(self, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
@@ -168,7 +168,7 @@ class CallParser:
         return True
 
     def _is_closing(self) -> bool:
-        """Does the text go on with the closing text, as far as it is there?"""
+        """Return whether the text goes on with the closing text, as far as it is there."""
         closing = self._grammar.closing
         return closing.startswith(self._held[: len(closing)])
 

@@ -129,7 +129,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes(self) -> tuple[bool, bool]:
-        """Does the template render a content that is a text, and one that is a list of parts?"""
+        """Return whether the template renders a text as content, and whether a list of parts."""
         part = {"type": "text", "text": _PROBE}
         return self._shows(_PROBE), self._shows([part]) and not self._shows([part], str([part]))
 

@@ -194,7 +194,7 @@ def call_grammar(
         marks: the special tokens inside its texts.
         tools: those that may be called.
         choice: `tool_choice` of the request.
-        is_parallel: may an answer call more than once?
+        is_parallel: whether an answer may call more than once.
         has_schema: an answer without calls keeps a JSON schema, so there is no text before a call.
     """
     named = choice.removeprefix(NAMED) if choice.startswith(NAMED) else None

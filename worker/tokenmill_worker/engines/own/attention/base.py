@@ -112,7 +112,7 @@ class AttentionBackend(ABC):
 
     name: str
     uses_amx = True  # on a CPU that has such registers: EngineConfig.amx
-    takes_prefixes = False  # does it read `AttentionMetadata.prefix`?
+    takes_prefixes = False  # whether it reads `AttentionMetadata.prefix`
 
     @classmethod
     @abstractmethod

@@ -122,7 +122,7 @@ class BatchedModel:
         self._attention: str | None = None  # of the held model, while the engine has replaced it
         self._engine: Engine | None = None
         self._built_for: EngineConfig | None = None
-        self._is_warm = False  # has the engine run its warm-up steps?
+        self._is_warm = False  # whether the engine has run its warm-up steps
         self._manager: ContinuousBatchingManager | None = None
 
     @classmethod

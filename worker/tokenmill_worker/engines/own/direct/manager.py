@@ -58,8 +58,8 @@ class ContinuousBatchingManager:
         self._cancelled: list[str] = []
         self._ids = itertools.count()
         self._pausing: list[int] = []  # the threads inside of pause()
-        self._is_over = False  # has the thread run its last step?
-        self._is_parked = True  # is the thread outside of a step, with no step in flight?
+        self._is_over = False  # whether the thread has run its last step
+        self._is_parked = True  # whether the thread is outside of a step, and none is in flight
         self._is_stopping = False
         self._thread: threading.Thread | None = None
 

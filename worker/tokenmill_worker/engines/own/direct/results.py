@@ -92,7 +92,7 @@ class _Open:
 
     @property
     def is_anyones(self) -> bool:
-        """May whoever asks first take the result?"""
+        """Return whether whoever asks first may take the result."""
         return not self.is_streaming and self.handler is None
 
     @property

@@ -31,7 +31,8 @@ class RunnerInfo:
     capabilities: Capabilities = field(default_factory=Capabilities)
     # whether its first steps compile kernels and pack weights, so that they run before a request
     warms_up: bool = True
-    is_asynchronous: bool = False  # may a step be launched before the last one's tokens are known?
+    # whether a step may be launched before the last one's tokens are known
+    is_asynchronous: bool = False
     sampling_defaults: SamplingParams = NO_DEFAULTS  # of requests that name none
     # sequences, longest context and common prefix (or none) of the decodes to capture at the start
     graphed_decodes: tuple[tuple[int, int, bool], ...] = ()

@@ -139,7 +139,7 @@ class HistoryIndex:
     prompt_lengths: Tensor  # [rows, 1]
     longest: int
     longest_prompt: int
-    repeats: bool  # does any row have a repetition penalty?
+    repeats: bool  # whether any row has a repetition penalty
 
     @classmethod
     def build(

@@ -69,7 +69,7 @@ def argument_rules(
 
 
 def _ends_within(choice: str, form: ArgumentForm) -> bool:
-    """Does a plain text end before its end, since it has the text that ends a value?"""
+    """Return whether a plain text would end early, since it has the text that ends a value."""
     return (choice + form.end).index(form.end) < len(choice)
 
 
