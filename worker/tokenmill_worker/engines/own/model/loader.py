@@ -127,8 +127,10 @@ def load_model(
         except FusedPassError as error:
             if config.quantization is not None:
                 raise EngineConfigError([f"{config.model} cannot be quantised: {error}"]) from error
+            # as text: the error's traceback holds the first model
+            said = str(error)
             log.warning(
-                "%s runs on Transformers' own modules, which is slower: %s", config.model, error
+                "%s runs on Transformers' own modules, which is slower: %s", config.model, said
             )
         except torch.OutOfMemoryError as error:
             # what was asked for, not the whole state
