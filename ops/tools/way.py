@@ -112,8 +112,10 @@ def measure(redis_url: str, database_url: str) -> list[Path]:
         flag[0] = 1
         _run_job("Hello world", producer, client, worker)
         flag[0] = 0
-        found = {line for path in name.parent.glob("flag.*") for line in path.open("r")}
-    return sorted(Path(line.rstrip("\n")).relative_to(ROOT) for line in found)
+        found = {
+            line for path in name.parent.glob("flag.*") for line in path.read_text().splitlines()
+        }
+    return sorted(Path(line).relative_to(ROOT) for line in found)
 
 
 def _run_job(
