@@ -70,7 +70,6 @@ class DemoStack:
             "database_url": self.database_url,
             "queue": self.queue,
             "model": self._model,
-            "heartbeat_seconds": 1,  # readiness is reported with a heartbeat
             **self._settings,
         }
         service = PrivateService(

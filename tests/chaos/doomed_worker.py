@@ -122,7 +122,7 @@ def main(name: str, count: int, redis_url: str, database: str) -> None:
     model = f"synthetic?step_ms={50 if name.endswith(NEEDS_DRAIN) else 4}"
     chosen = settings(
         redis_url, database, worker_id="doomed", model=model, lease_seconds=1.0, drain_seconds=0.0,
-        heartbeat_seconds=0.3, queue_limit=1_000, max_num_seqs=4,
+        queue_limit=1_000, max_num_seqs=4,
         max_crashes=1 if in_process else 3,
     )  # fmt: skip
     host = None if in_process else thread_host(chosen.engine_config())

@@ -41,20 +41,20 @@ class WorkerGroup:
 FAST = WorkerGroup(
     "q", 3, ("process", "thread"),
     {"model": "synthetic?step_ms=8", "max_num_seqs": 16,
-     "lease_seconds": LEASE_S, "heartbeat_seconds": LEASE_S / 4},
+     "lease_seconds": LEASE_S},
 )  # fmt: skip
 REAL = WorkerGroup(
     "real", 1, ("process",),
     {
         "model": "smollm2-135m-instruct", "dtype": "float32", "num_threads": 1, "num_blocks": 128,
-        "max_num_seqs": 4, "lease_seconds": 3 * LEASE_S, "heartbeat_seconds": LEASE_S / 2,
+        "max_num_seqs": 4, "lease_seconds": 3 * LEASE_S,
     },
 )  # fmt: skip
 TINY = WorkerGroup(  # its model is a folder of the run's own
     "tiny", 1, ("process",),
     {
         "dtype": "float32", "num_threads": 1, "num_blocks": 512, "max_num_seqs": 8,
-        "lease_seconds": 3 * LEASE_S, "heartbeat_seconds": LEASE_S / 2,
+        "lease_seconds": 3 * LEASE_S,
     },
 )  # fmt: skip
 
@@ -118,16 +118,16 @@ class FaultInjector:
 
     def _start_worker(self, group: WorkerGroup) -> None:
         number = next(self._numbers[group.queue])
-        engine_host = group.engines[number % len(group.engines)]
+        in_process = group.engines[number % len(group.engines)] == "process"
         name = f"{group.queue}{number}"
         clock = self._clocks[name] = WallClock(self._folder / f"{name}-clock")
         worker = WorkerProcess(
             name, self.url, self.database, self._folder / f"{name}.log",
             env=clock.environment(self._env), queue=group.queue,
-            engine_host=engine_host, poll_seconds=0.2, drain_seconds=1.0, max_crashes=6,
+            in_process=in_process, drain_seconds=1.0, max_crashes=6,
             **group.settings,
         )  # fmt: skip
-        if engine_host == "thread":  # a poisonous prompt takes the whole process with it
+        if not in_process:  # a poisonous prompt takes the whole process with it
             worker.may_end_with.add(-signal.SIGKILL)
         self._workers.append((group, worker))
         self.num_started += 1

@@ -1,7 +1,7 @@
 """A worker process as in production: `NAME REDIS_URL DATABASE_URL [NAME=VALUE…]`.
 
-The arguments after the addresses are settings. `engine_host=process` gives the engine a process of
-its own; otherwise it runs in a thread, which starts quicker. The worker prints "listening" once it
+The arguments after the addresses are settings. `in_process=True` gives the engine a process of its
+own; otherwise it runs in a thread, which starts quicker. The worker prints "listening" once it
 handles signals, and "ready" when its engine is ready. SIGUSR1 prints what every task and thread
 does.
 """
@@ -24,9 +24,9 @@ LISTENING, READY = "[listening]", "[ready]"
 
 def main(name: str, redis_url: str, database: str, *changes: str) -> int:
     values = dict(change.split("=", 1) for change in changes)
+    in_process = values.pop("in_process", "False") == "True"
     chosen = settings(redis_url, database, worker_id=name, **values)
     configure_logging(chosen.log_level, chosen.log_format, with_private=chosen.log_prompts)
-    in_process = values.get("engine_host") == "process"
     return asyncio.run(
         serve(Worker(chosen, None if in_process else thread_host(chosen.engine_config())))
     )

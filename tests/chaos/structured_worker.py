@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any
 
 from tests.chaos.doomed_worker import DoomedStore, DoomedStream, calls_left, die_at
+from tests.support.engine_thread import EngineThread
 from tests.support.worker import settings
 from tokenmill_worker.app import Worker
 from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.engine import Engine
 from tokenmill_worker.engines.own.serve import serve_loaded
-from tokenmill_worker.engines.process.host import EngineThread
 
 PUBLISHED_S = 1.0  # a step waits at most so long for the publication of the one before it
 SETTLED_S = 3.0  # the engine also starts when no further job becomes ready for so long

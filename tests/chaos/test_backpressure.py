@@ -96,7 +96,7 @@ async def test_a_full_server_fails_the_health_check_until_it_has_room(
     make_valkey: Callable[..., ControlledValkey], tmp_path: Path
 ) -> None:
     server = make_valkey(settings={"maxmemory-policy": "noeviction"})
-    lease: dict[str, Any] = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
+    lease: dict[str, Any] = {"lease_seconds": 1.0}
 
     async def until(is_well: bool) -> None:
         async with asyncio.timeout(60):

@@ -14,7 +14,7 @@ from tokenmill_worker.local.valkey_server import free_port
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 
-LEASE = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
+LEASE = {"lease_seconds": 1.0}
 SLOW_MODEL = "synthetic?step_ms=10"
 LONG = {"prompt": "go on", "max_tokens": 150, "ignore_eos": True, "seed": 7}
 SHORT = {"prompt": "short", "max_tokens": 5, "ignore_eos": True}

@@ -8,14 +8,17 @@ import json
 import signal
 import urllib.error
 import urllib.request
+from functools import partial
 
 import pytest
 
 from tests.support.waiting import until
 from tests.support.worker import client_of, running_worker
 from tokenmill_schemas.result import JobStatus
+from tokenmill_worker import app
 from tokenmill_worker.local.valkey_server import free_port
 from tokenmill_worker.record import migrate
+from tokenmill_worker.record.finalizer import Finalizer, FinalizerLimits
 
 pytestmark = [
     pytest.mark.redis,
@@ -38,12 +41,13 @@ def health(port):
 
 @pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGQUIT])
 async def test_finished_jobs_wait_for_postgres_and_intake_stops(
-    own_postgres, redis_url, with_signal
+    own_postgres, redis_url, monkeypatch, with_signal
 ):
     database = own_postgres.create_database()
     migrate.upgrade(database)
     port = free_port()
-    limits = {"record_buffer": 6, "record_group": 3, "max_num_seqs": 2, "metrics_port": port}
+    limits = FinalizerLimits(max_buffered=6, max_group=3)
+    monkeypatch.setattr(app, "Finalizer", partial(Finalizer, limits=limits))
 
     async def is_full():
         status, checks = await asyncio.to_thread(health, port)
@@ -53,7 +57,7 @@ async def test_finished_jobs_wait_for_postgres_and_intake_stops(
         return (await asyncio.to_thread(health, port))[0] == 200
 
     async with (
-        running_worker(redis_url, database, **limits) as worker,
+        running_worker(redis_url, database, max_num_seqs=2, metrics_port=port) as worker,
         client_of(redis_url) as client,
     ):
         first = await client.submit(prompt="before", max_tokens=5)

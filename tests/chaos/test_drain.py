@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.worker import client_of, database_url, running_worker, settings, thread_host
 from tokenmill_schemas.result import JobStatus
+from tokenmill_worker import app
 from tokenmill_worker.app import Worker
 from tokenmill_worker.builders import engine_host
 from tokenmill_worker.contract.host import EngineHost
@@ -22,7 +23,7 @@ from tokenmill_worker.queue.job_stream import JobStream
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 
 ENDS_WITHIN_S = 60.0
-SHORT: dict[str, Any] = {"drain_seconds": 0.2, "lease_seconds": 1.0, "heartbeat_seconds": 0.25}
+SHORT: dict[str, Any] = {"drain_seconds": 0.2, "lease_seconds": 1.0}
 
 
 async def ended(serving: asyncio.Task[int]) -> int:
@@ -37,12 +38,13 @@ async def ended(serving: asyncio.Task[int]) -> int:
 async def test_sigterm_during_a_start_ends_the_worker_cleanly(
     redis_url: str, tmp_path: Path, engine: str, moment: str
 ) -> None:
-    chosen = settings(redis_url, database_url(tmp_path), engine_host=engine, **SHORT)
+    chosen = settings(redis_url, database_url(tmp_path), **SHORT)
     made = asyncio.Event()
 
     def factory() -> EngineHost:
         made.set()
-        return engine_host(chosen, chosen.engine_config())
+        config = chosen.engine_config()
+        return thread_host(config)() if engine == "thread" else engine_host(chosen, config)
 
     worker = Worker(chosen, factory)
     if moment == "before it serves":
@@ -111,16 +113,15 @@ async def test_a_handed_over_job_is_not_cancelled(
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["while it starts", "while it works"])
 async def test_sigterm_while_redis_is_paused_ends_the_worker_cleanly(
-    redis_url: str, make_proxy: Any, tmp_path: Path, moment: str
+    redis_url: str, make_proxy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Connections stay open without replies; the job is free when the lease has run out."""
     proxy, database = (
         make_proxy(int(redis_url.rsplit(":", 1)[1].split("/")[0])),
         database_url(tmp_path),
     )
-    chosen = settings(
-        proxy.url, database, model="synthetic?step_ms=5", record_drain_seconds=1.0, **SHORT
-    )
+    monkeypatch.setattr(app, "RECORD_DRAIN_S", 1.0)
+    chosen = settings(proxy.url, database, model="synthetic?step_ms=5", **SHORT)
     worker = Worker(chosen, thread_host(chosen.engine_config()))
     async with client_of(redis_url, database) as client:
         job = await client.submit(prompt="long", max_tokens=500, ignore_eos=True)

@@ -13,7 +13,7 @@ from tests.support.worker import client_of, database_url, running_worker
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 
-LEASE = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
+LEASE = {"lease_seconds": 1.0}
 LONG = {"prompt": "freeze me", "max_tokens": 250, "ignore_eos": True, "seed": 3}
 
 
@@ -71,7 +71,7 @@ async def test_a_lone_worker_that_resumes_claims_its_job_again_and_ignores_late_
     worker = WorkerProcess(
         "lone", redis_url, database, tmp_path / "log", model="synthetic?step_ms=500",
         drain_seconds=1.0,
-        engine_host="process", **LEASE,
+        in_process=True, **LEASE,
     )  # fmt: skip
     asked = LONG | {"max_tokens": 8}
     try:

@@ -35,7 +35,6 @@ MODEL = {
     "model": "synthetic?step_ms=8",
     "max_num_seqs": 16,
     "lease_seconds": 2.0,
-    "heartbeat_seconds": 0.5,
 }
 FORGETS = 3  # times in a round
 COMMON = {"temperature": 0.9, "ignore_eos": True}
@@ -101,8 +100,7 @@ class Workers:
         name = f"w{self.num_killed + 2}"
         log, limits = self._folder / f"{name}.log", {"max_deliveries": 1000, "max_crashes": 1000}
         worker = WorkerProcess(
-            name, self._url, self._database, log, env=self._env, queue=QUEUE, engine_host="thread",
-            poll_seconds=0.2,
+            name, self._url, self._database, log, env=self._env, queue=QUEUE,
             drain_seconds=1.0, **MODEL, **limits,
         )  # fmt: skip
         self._workers.append(worker)

@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import signal
+from functools import partial
 
 import pytest
 import redis.asyncio
@@ -15,6 +16,8 @@ from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill_schemas.keys import Keys
 from tokenmill_schemas.result import JobStatus
+from tokenmill_worker import app
+from tokenmill_worker.queue.consumer import Consumer
 
 pytestmark = [pytest.mark.redis, pytest.mark.chaos]
 
@@ -44,10 +47,11 @@ async def test_workers_share_jobs_by_their_free_places(redis_url, tmp_path):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("names", ["ab", "abc"])
-async def test_idle_workers_share_bursts_of_every_size(redis_url, tmp_path, names):
+async def test_idle_workers_share_bursts_of_every_size(redis_url, tmp_path, monkeypatch, names):
     """Each job runs until all have been claimed, and no worker polls."""
     database = database_url(tmp_path)
-    common = {"model": "synthetic?step_ms=5", "max_num_seqs": 64, "poll_seconds": 60.0}
+    monkeypatch.setattr(app, "Consumer", partial(Consumer, poll_s=60.0))
+    common = {"model": "synthetic?step_ms=5", "max_num_seqs": 64}
     async with client_of(redis_url, database) as client, contextlib.AsyncExitStack() as stack:
         for name in names:
             await stack.enter_async_context(
@@ -64,9 +68,10 @@ async def test_idle_workers_share_bursts_of_every_size(redis_url, tmp_path, name
             assert min(done[name] for name in names) >= size // len(names) // 2, (size, done)
 
 
-async def test_idle_workers_share_jobs_that_come_one_by_one(redis_url, tmp_path):
+async def test_idle_workers_share_jobs_that_come_one_by_one(redis_url, tmp_path, monkeypatch):
     database = database_url(tmp_path)
-    common = {"model": "synthetic?step_ms=5", "max_num_seqs": 64, "poll_seconds": 60.0}
+    monkeypatch.setattr(app, "Consumer", partial(Consumer, poll_s=60.0))
+    common = {"model": "synthetic?step_ms=5", "max_num_seqs": 64}
     async with (
         client_of(redis_url, database) as client,
         running_worker(redis_url, database, worker_id="a", **common),

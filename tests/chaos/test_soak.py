@@ -264,7 +264,7 @@ async def test_a_long_run_with_faults_loses_no_job_and_memory_stays_flat(
     servers = ServerFaults(valkey, own_postgres, chance, injector.survived, 1.5 * LEASE_S)
     steady = WorkerProcess(
         "steady", valkey.url, database, tmp_path / "steady.log", queue=GROUP.queue,
-        engine_host="process",
+        in_process=True,
         queue_limit=QUEUE_LIMIT, **SETTINGS,
     )  # fmt: skip
     memory = Memory(steady, valkey)

@@ -44,7 +44,7 @@ async def serving(
 ) -> AsyncIterator[AsyncClient]:
     """Yield a worker and a client of one queue."""
     database = database_url(folder)
-    lease: dict[str, Any] = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
+    lease: dict[str, Any] = {"lease_seconds": 1.0}
     async with (
         running_worker(url, database, queue=queue, model=model, **lease),
         AsyncClient(url, queue=queue, database=database) as client,

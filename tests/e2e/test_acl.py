@@ -77,7 +77,7 @@ def guarded_cluster(tmp_path: Path) -> Iterator[ValkeyCluster]:
 async def work(address: str, folder: Path, user: str = "producer") -> None:
     """Do all that producer and reader do while a worker serves."""
     database = database_url(folder)
-    lease: dict[str, Any] = {"lease_seconds": 1.0, "heartbeat_seconds": 0.25}
+    lease: dict[str, Any] = {"lease_seconds": 1.0}
     async with (
         running_worker(named("worker", address), database, model="synthetic?step_ms=3", **lease),
         AsyncClient(named(user, address), queue=QUEUE) as producer,
@@ -204,7 +204,6 @@ async def test_replicas_and_sentinels_fail_over_as_the_shipped_users(
                 database_url(tmp_path),
                 model="synthetic?step_ms=3",
                 lease_seconds=1.0,
-                heartbeat_seconds=0.25,
             ),
             AsyncClient(named("producer", group.url), queue=QUEUE) as producer,
         ):

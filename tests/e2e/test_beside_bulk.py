@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill_schemas.result import JobStatus
+from tokenmill_worker import app
+from tokenmill_worker.queue.consumer import Consumer
 
 pytestmark = pytest.mark.redis
 
@@ -17,14 +20,14 @@ PLACES = 4
 
 
 async def test_interactive_jobs_start_while_bulk_jobs_fill_every_place(
-    redis_url: str, tmp_path: Path
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More bulk than places, so that some waits in the engine too; each would take minutes."""
     database = database_url(tmp_path)
+    monkeypatch.setattr(app, "Consumer", partial(Consumer, poll_s=60.0))
     full: dict[str, Any] = {
         "max_num_seqs": PLACES,
         "policy": "priority",
-        "poll_seconds": 60.0,
         "drain_seconds": 0.0,
     }
     async with client_of(redis_url, database) as client:

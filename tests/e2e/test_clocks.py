@@ -42,7 +42,7 @@ class Wrong:
         self.database = database_url(folder)
         self._start = lambda: WorkerProcess(
             "w1", redis_url, self.database, folder / "log", env=environment,
-            model="synthetic?step_ms=20", engine_host="process",
+            model="synthetic?step_ms=20", in_process=True,
         )  # fmt: skip
 
     def move(self) -> None:

@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 
+from tests.support.engine_thread import EngineThread
 from tests.support.worker import client_of, database_url, running_worker, settings
 from tokenmill_schemas.job import RetryPolicy
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.app import Worker
 from tokenmill_worker.engines.own.engine import Engine
 from tokenmill_worker.engines.own.serve import serve_loaded
-from tokenmill_worker.engines.process.host import EngineThread
 from tokenmill_worker.engines.synthetic.runner import SyntheticRunner
 from tokenmill_worker.publish.publisher import Publisher
 

@@ -26,14 +26,14 @@ async def test_the_first_of_two_workers_with_one_name_ends_and_no_job_hangs(
     redis_url: str, tmp_path: Path
 ) -> None:
     database = database_url(tmp_path)
-    chosen = settings(redis_url, database, heartbeat_seconds=0.2, **SAME)
+    chosen = settings(redis_url, database, **SAME)
     first = Worker(chosen, thread_host(chosen.engine_config()))
     serving = asyncio.create_task(first.serve())
     await asyncio.wait_for(first.ready.wait(), 60)
     async with client_of(redis_url, database) as client:
         jobs = await client.submit_many([{"prompt": "hello", "max_tokens": 300}] * 6)
         await anext(client.stream(jobs[0]))
-        async with running_worker(redis_url, database, heartbeat_seconds=0.2, **SAME):
+        async with running_worker(redis_url, database, **SAME):
             with pytest.raises(Replaced, match="worker_id of its own"):
                 await asyncio.wait_for(serving, 60)
             results = [await client.result(job, timeout=60) for job in jobs]

@@ -141,7 +141,7 @@ async def test_a_restart_under_the_shipped_users_keeps_every_key_and_job(
     assert len(before) > 25
     database = database_url(tmp_path)
     async with (
-        running_worker(url(server, "worker"), database, heartbeat_seconds=0.25, lease_seconds=1.0),
+        running_worker(url(server, "worker"), database, lease_seconds=1.0),
         AsyncClient(url(server, "producer"), queue=QUEUE) as producer,
     ):
         for job in open_jobs:

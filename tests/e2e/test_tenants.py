@@ -39,7 +39,7 @@ async def test_a_salt_set_by_the_producer_does_not_open_another_tenant_s_cache(r
     """Salt is the worker's to set; what a producer writes under that name is passed over."""
     database = database_url(tmp_path)
     async with (
-        running_worker(redis_url, database, poll_seconds=0.1),
+        running_worker(redis_url, database),
         client_of(redis_url, database) as client,
     ):
         await cached(client, tenant="acme")

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from tokenmill_worker.app import RECORD_DRAIN_S
 from tokenmill_worker.settings import Settings, load_settings
 from tokenmill_worker.settings.fields import variable_of
 
@@ -87,7 +88,7 @@ def _settings(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Setti
 # The file sets these itself: who talks to whom, and what its own waiting times and volumes fit.
 _OWN = {
     *("redis_url", "database_url", "tasks_broker_url", "webhook_secret", "worker_id"),
-    *("drain_seconds", "record_drain_seconds", "metrics_host", "metrics_port", "cache_dir"),
+    *("drain_seconds", "metrics_host", "metrics_port", "cache_dir"),
     "tensor_parallel",  # needs torchrun
 }
 
@@ -99,7 +100,8 @@ def test_every_setting_in_dot_env_is_passed_to_every_role(
     """A variable without a value is passed on where .env or the shell has it."""
     environment = compose["services"][service]["environment"]
     passed = {name for name, value in environment.items() if value is None}
-    assert passed == {variable_of(name) for name in Settings.model_fields if name not in _OWN}
+    ours = {variable_of(name) for name in Settings.model_fields if name not in _OWN}
+    assert passed == ours | {"OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"}
     assert {name for name in environment if name not in passed} <= {
         variable_of(name) for name in _OWN
     }
@@ -235,7 +237,7 @@ def test_the_worker_s_variables_are_valid_settings(
         == "postgresql+psycopg://tokenmill:POSTGRES_PASSWORD@postgres:5432/tokenmill"
     )
     grace = float(worker["stop_grace_period"].removesuffix("s"))
-    assert grace > settings.drain_seconds + settings.record_drain_seconds
+    assert grace > settings.drain_seconds + RECORD_DRAIN_S
     assert f":{settings.metrics_port}/healthz" in worker["healthcheck"]["test"][-1]
 
 

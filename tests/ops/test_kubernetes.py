@@ -15,6 +15,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from tokenmill_worker.app import RECORD_DRAIN_S
 from tokenmill_worker.settings import Settings, load_settings
 from tokenmill_worker.telemetry import HealthServer
 
@@ -175,7 +176,7 @@ def test_pods_run_unprivileged_and_write_only_to_their_volumes(name: str) -> Non
 
 def test_a_pod_s_grace_period_covers_its_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(PODS[WORKER], monkeypatch)
-    needed = settings.drain_seconds + settings.record_drain_seconds
+    needed = settings.drain_seconds + RECORD_DRAIN_S
     assert PODS[WORKER]["terminationGracePeriodSeconds"] >= needed + 10
 
 

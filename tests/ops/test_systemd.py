@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tokenmill_worker.app import RECORD_DRAIN_S
 from tokenmill_worker.cli import app
 from tokenmill_worker.settings import Settings
 
@@ -25,7 +26,7 @@ def service_of(path: Path) -> configparser.SectionProxy:
 def test_the_stop_timeout_covers_a_drain(path: Path) -> None:
     service = service_of(path)
     fields = Settings.model_fields
-    drain = fields["drain_seconds"].default + fields["record_drain_seconds"].default
+    drain = fields["drain_seconds"].default + RECORD_DRAIN_S
     assert float(service["TimeoutStopSec"]) > drain + 20  # Redis may not answer meanwhile
     assert service["KillMode"] == "mixed"  # the engine's process is ended by the worker, not beside
     assert service["Restart"] == "always"

@@ -78,7 +78,7 @@ async def test_logs_metrics_and_traces_hold_no_prompt_answer_or_password(make_va
     chosen = {
         "redis_url": url, "database_url": database, "queue": QUEUE, "model": "synthetic?step_ms=1",
         "num_blocks": 512,
-        "lease_seconds": 2, "poll_seconds": 0.2, "max_crashes": 2, "log_level": "debug",
+        "lease_seconds": 2, "max_crashes": 2, "log_level": "debug",
         "log_format": "json",
         "metrics_port": 0, "metrics_host": "127.0.0.1",
     }  # fmt: skip

@@ -177,7 +177,7 @@ async def test_a_full_server_is_reported_by_the_health_page_and_by_submit(
     server = make_valkey()
     database = database_url(tmp_path)
     async with (
-        running_worker(server.url, database, heartbeat_seconds=0.05) as worker,
+        running_worker(server.url, database, lease_seconds=0.5) as worker,
         client_of(server.url) as client,
     ):
         redis_check = next(one for one in worker.reporter.checks() if one.name == "redis")

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.support.engine_thread import EngineThread
 from tokenmill import AsyncClient
 from tokenmill_worker.app import Worker
 from tokenmill_worker.builders import start_of
 from tokenmill_worker.engines import serve_of
 from tokenmill_worker.engines.own.config import EngineConfig
-from tokenmill_worker.engines.process.host import EngineThread
 from tokenmill_worker.settings import Settings, load_settings
 
 QUEUE = "q"
@@ -36,7 +36,7 @@ def settings(redis_url: str, database: str, **changes: Any) -> Settings:
     values: dict[str, Any] = {
         "redis_url": redis_url, "database_url": database, "queue": QUEUE, "model": "synthetic",
         "num_blocks": 512,
-        "lease_seconds": 2.0, "drain_seconds": 5.0, "poll_seconds": 0.2, "log_level": "warning",
+        "lease_seconds": 2.0, "drain_seconds": 5.0, "log_level": "warning",
     }  # fmt: skip
     return load_settings(values | changes, strict=False)
 

@@ -99,7 +99,7 @@ async def test_log_lines_are_json_with_job_ids_and_without_text(
 
 async def test_metrics_and_status_change_with_finished_jobs(redis_url: str, tmp_path: Path) -> None:
     database = database_url(tmp_path)
-    options: dict[str, Any] = {"model": "synthetic?step_ms=5", "heartbeat_seconds": 0.1}
+    options: dict[str, Any] = {"model": "synthetic?step_ms=5", "lease_seconds": 0.5}
     async with (
         running_worker(redis_url, database, metrics_port=0, **options) as worker,
         client_of(redis_url) as client,

@@ -217,6 +217,19 @@ def test_a_job_whose_producer_did_not_sample_is_not_traced(
     assert not exporter.get_finished_spans()
 
 
+def test_opentelemetrys_variables_choose_the_jobs_that_are_traced(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    tracing = Tracing.open(collector.url, resource={})
+    phases = [SpanPhase("decode", 1, 2)]
+    assert tracing.export(JobSpan("job", None, phases)) is None
+    assert tracing.export(JobSpan("job", PRODUCER, phases)) is not None
+    tracing.close()
+    assert sorted(span.name for span in collector.spans) == ["decode", "job"]
+
+
 def test_without_the_opentelemetry_package_only_tracing_is_missing() -> None:
     program = """
 import sys

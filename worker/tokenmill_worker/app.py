@@ -31,7 +31,7 @@ from tokenmill_worker.publish.publisher import Publisher, PublishLimits
 from tokenmill_worker.queue.consumer import Consumer
 from tokenmill_worker.queue.job_stream import JobStream
 from tokenmill_worker.queue.leases import ControlChannel, LeaseKeeper
-from tokenmill_worker.record.finalizer import Finalizer, FinalizerLimits
+from tokenmill_worker.record.finalizer import Finalizer
 from tokenmill_worker.record.result_store import ResultStore
 from tokenmill_worker.service import Service
 from tokenmill_worker.settings import Settings
@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 REDIS_LINK = Link(timeout_s=5.0, connect_timeout_s=5.0)
 STARTUP_LIMIT_S = 60.0
+RECORD_DRAIN_S = 20.0  # after the drain, finished jobs may be recorded for this long
 RESIGN_S = 5.0
 
 
@@ -115,18 +116,13 @@ class Worker:
         self._finalizer = Finalizer(
             self._store,
             self.stream,
-            FinalizerLimits(max_buffered=settings.record_buffer, max_group=settings.record_group),
             on_recorded=self._recorded,
         )
         self._publisher = Publisher(
             self.stream,
             worker_id=settings.worker_name,
             model=settings.model,
-            limits=PublishLimits(
-                checkpoint_tokens=settings.checkpoint_tokens,
-                chunk_tokens=settings.chunk_tokens,
-                chunk_wait_s=settings.chunk_wait_seconds,
-            ),
+            limits=PublishLimits(chunk_tokens=settings.chunk_tokens),
             clock=clock,
         )
         self.service = Service(
@@ -142,12 +138,11 @@ class Worker:
             self.stream,
             self.service.credits,
             self.service.take,
-            poll_s=settings.poll_seconds,
             on_claim=self._note_claim,
         )
         self._lease = LeaseKeeper(
             self.stream,
-            interval_s=settings.heartbeat_interval,
+            interval_s=settings.lease_seconds / 3,
             on_cancelled=self.service.ends.cancel_all,
             on_lost=self.service.ends.drop_lost,
             on_expired=self._expired,
@@ -223,7 +218,7 @@ class Worker:
                 await self._consumer.stop()
             await self.service.drain(self.settings.drain_seconds, self._hurry)
             await self.service.stop()
-            await self._finalizer.drain(self.settings.record_drain_seconds)
+            await self._finalizer.drain(RECORD_DRAIN_S)
         with contextlib.suppress(Unavailable, TimeoutError):  # the lease expires by itself
             async with asyncio.timeout(RESIGN_S):
                 await self.stream.resign()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,8 +10,7 @@ import msgspec
 from tokenmill.transport.server_clock import ServerClock
 from tokenmill_worker.contract.host import EngineHost
 from tokenmill_worker.contract.messages import Ready, Start
-from tokenmill_worker.engines import serve_of
-from tokenmill_worker.engines.process.host import EngineProcess, EngineThread
+from tokenmill_worker.engines.process.host import EngineProcess
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.input.input_processor import InputProcessor
 from tokenmill_worker.input.served_model import ServedModel
@@ -25,12 +23,10 @@ from tokenmill_worker.text.tokenizer import Tokenizer
 
 
 def engine_host(settings: Settings, config: Any) -> EngineHost:
-    """Create the host of one engine: a process of its own, or a thread of this one."""
+    """Create the host of one engine."""
     start = start_of(config, settings.cache_dir)
-    if settings.engine_host == "process":
-        is_alone = not getattr(config, "tensor_parallel", False)
-        return EngineProcess(start, settings.stall_seconds, is_alone=is_alone)
-    return EngineThread(partial(serve_of(start.engine), start), settings.stall_seconds)
+    is_alone = not getattr(config, "tensor_parallel", False)
+    return EngineProcess(start, settings.stall_seconds, is_alone=is_alone)
 
 
 def start_of(config: Any, cache_dir: str | None = None) -> Start:
@@ -79,7 +75,6 @@ def stream_options(settings: Settings) -> StreamOptions:
     return StreamOptions(
         lease_s=settings.lease_seconds,
         result_ttl_s=round(settings.result_ttl_seconds),
-        log_ttl_s=round(settings.log_ttl_seconds),
         max_solo_crashes=settings.max_crashes,
         max_deliveries=settings.max_deliveries,
         bulk_every=max(1, round(1 / settings.bulk_share)) if settings.bulk_share else 1 << 30,
@@ -101,6 +96,4 @@ def open_tracing(settings: Settings) -> Tracing | None:
         "service.instance.id": settings.worker_name,
         "service.version": package_version(),
     }
-    return Tracing.open(
-        settings.otel_endpoint, sample_ratio=settings.otel_sample_ratio, resource=resource
-    )
+    return Tracing.open(settings.otel_endpoint, resource=resource)

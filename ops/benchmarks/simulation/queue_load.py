@@ -15,10 +15,10 @@ from ops.benchmarks.simulation.costs import seconds
 from tokenmill_worker.publish.chunker import CHECKPOINT_TOKENS, MOST_TOGETHER
 from tokenmill_worker.publish.publisher import EVENTS_AT_ONCE
 from tokenmill_worker.queue.consumer import MAX_AT_ONCE
-from tokenmill_worker.settings import Settings
+from tokenmill_worker.record.finalizer import FinalizerLimits
 
 MAX_ANSWER = 1_000  # tokens
-RECORD_GROUP = Settings.model_construct().record_group
+RECORD_GROUP = FinalizerLimits().max_group
 
 
 @dataclass(frozen=True, slots=True)

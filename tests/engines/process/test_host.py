@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 
+from tests.support.engine_thread import EngineThread
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.builders import start_of
 from tokenmill_worker.contract.host import EngineDied
@@ -19,7 +20,7 @@ from tokenmill_worker.engines.own.engine import Engine
 from tokenmill_worker.engines.own.plan import StepOutput, StepPlan
 from tokenmill_worker.engines.own.serve import serve_loaded
 from tokenmill_worker.engines.process.child import PARENT_GONE
-from tokenmill_worker.engines.process.host import EngineProcess, EngineThread
+from tokenmill_worker.engines.process.host import EngineProcess
 from tokenmill_worker.engines.synthetic.config import SyntheticConfig
 from tokenmill_worker.engines.synthetic.runner import SyntheticRunner
 

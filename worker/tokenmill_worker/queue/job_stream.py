@@ -57,7 +57,7 @@ class StreamOptions:
     sweep_s: float = 1.0
     result_ttl_s: int = 3_600
     dead_ttl_s: int = 30 * 86_400
-    log_ttl_s: int = 86_400
+    log_ttl_s: int = 3_600  # of an unfinished job's tokens
     max_solo_crashes: int = 3  # crashes with no other job in the engine, so the job caused them
     max_crashes: int = 50  # crashes, alone or with other jobs
     # deliveries that ended with the worker's disappearance, whatever its cause

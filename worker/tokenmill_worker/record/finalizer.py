@@ -141,7 +141,7 @@ class Finalizer:
         self.stats = FinalizerStats()
         self._store = store
         self._acknowledger = acknowledger
-        self._limits = limits
+        self.limits = limits
         self._on_recorded = on_recorded
         self._changed = asyncio.Event()
         self._recorded_ends = RecordedEnds(store.find)
@@ -174,8 +174,8 @@ class Finalizer:
         elsewhere.
         """
         return (
-            len(self) >= self._limits.max_buffered
-            or self.num_bytes >= self._limits.max_buffered_bytes
+            len(self) >= self.limits.max_buffered
+            or self.num_bytes >= self.limits.max_buffered_bytes
         )
 
     @property

@@ -111,14 +111,8 @@ class Settings(_EngineFields):
         le=3600,
         description="after this long without heartbeat a worker's jobs go to others",
     )
-    heartbeat_seconds: float | None = Field(
-        None, gt=0, description="pause between two heartbeats (default: a third of the lease)"
-    )
     drain_seconds: Seconds = Field(
         30.0, ge=0, description="after SIGTERM, running jobs may finish within this time"
-    )
-    record_drain_seconds: Seconds = Field(
-        20.0, ge=0, description="after the drain, finished jobs may be recorded for this long"
     )
     max_deliveries: int = Field(
         10, ge=1, description="a job that lost its worker this many times is set aside as dead"
@@ -128,9 +122,6 @@ class Settings(_EngineFields):
     )
     result_ttl_seconds: Seconds = Field(
         3600, gt=0, description="time that Redis keeps a result; SQL keeps it for good"
-    )
-    log_ttl_seconds: Seconds = Field(
-        3600, gt=0, description="time that Redis keeps the tokens of an unfinished job"
     )
     idempotency_ttl_seconds: Seconds = Field(
         86_400, gt=0, description="an idempotency key is valid for this long after its job's end"
@@ -167,22 +158,7 @@ class Settings(_EngineFields):
     chunk_tokens: int = Field(
         1, ge=1, description="tokens per chunk when n is 1; the first token is sent at once"
     )
-    chunk_wait_seconds: Seconds = Field(
-        0.1, ge=0, description="longest time that a token waits for its chunk to fill"
-    )
-    checkpoint_tokens: int = Field(
-        32, ge=1, description="tokens per log entry of jobs that do not stream"
-    )
-    poll_seconds: Seconds = Field(1.0, gt=0, description="longest pause between two claims")
     # recording
-    record_group: int = Field(256, ge=1, description="most finished jobs in one SQL transaction")
-    record_buffer: int = Field(
-        1024,
-        ge=1,
-        description=(
-            "finished jobs that may wait for SQL before claiming stops; 512 MiB of them stop it too"
-        ),
-    )
     record_prompts: bool = Field(False, description="store prompts in the jobs table")
     # `tokenmill tasks`: webhooks, sums, retention
     tasks_broker_url: str = Field("", description="Celery's broker (default: TOKENMILL_REDIS_URL)")
@@ -218,9 +194,6 @@ class Settings(_EngineFields):
     otel_endpoint: str = Field(
         "", description="trace collector with OTLP over HTTP: http://host:4318 (default: no traces)"
     )
-    otel_sample_ratio: float = Field(
-        1.0, ge=0, le=1, description="fraction of jobs traced when the caller sent no traceparent"
-    )
     stall_seconds: Seconds = Field(
         120.0, ge=1, description="an engine without a report for this long is replaced"
     )
@@ -228,9 +201,6 @@ class Settings(_EngineFields):
         None,
         description="own, or synthetic for tests: it has no weights and answers with noise "
         "(default: by the model's name)",
-    )
-    engine_host: Literal["process", "thread"] = Field(
-        "process", description="run the engine in a process of its own, or in a thread"
     )
 
     @field_validator("*", mode="before")
@@ -248,10 +218,6 @@ class Settings(_EngineFields):
     @property
     def worker_name(self) -> str:
         return self.worker_id or f"{socket.gethostname()}-{os.getpid()}"
-
-    @property
-    def heartbeat_interval(self) -> float:
-        return self.heartbeat_seconds or self.lease_seconds / 3
 
     @property
     def engine_kind(self) -> Kind:

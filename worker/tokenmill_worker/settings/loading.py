@@ -142,12 +142,6 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
     names = {model, settings.queue or queue_of(model)}
     naming = naming_problems(names, adapters, settings.aliases, settings.chat_template)
     found += [f"{spelt(name)} {problem}" for name, problem in naming]
-    if settings.heartbeat_interval > settings.lease_seconds / 2:
-        found.append(
-            f"{spelt('heartbeat_seconds')} ({settings.heartbeat_interval:g}) must be at most "
-            f"half of {spelt('lease_seconds')} ({settings.lease_seconds:g}), "
-            "or one late heartbeat loses every job"
-        )
     found += [
         f"{spelt(name)} {problem}"
         for name, problem in (*_model_problems(settings), *_task_problems(settings))
@@ -155,11 +149,6 @@ def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[
     if re.search(r"[{}\s]", settings.queue):
         found.append(
             f"{spelt('queue')} must not contain braces or white space, not {settings.queue!r}"
-        )
-    if settings.record_group > settings.record_buffer:
-        found.append(
-            f"{spelt('record_group')} ({settings.record_group}) must not exceed "
-            f"{spelt('record_buffer')} ({settings.record_buffer})"
         )
     return found
 

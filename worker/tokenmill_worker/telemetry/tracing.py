@@ -61,26 +61,22 @@ class Tracing:
         self._tracer = provider.get_tracer("tokenmill")
 
     @classmethod
-    def open(cls, endpoint: str, *, sample_ratio: float, resource: Mapping[str, str]) -> Self:
-        """Export by OTLP over HTTP to `endpoint`/v1/traces. A producer's sampling decision is kept;
-        the ratio applies to jobs that come without one. Raises MissingPackage.
+    def open(cls, endpoint: str, *, resource: Mapping[str, str]) -> Self:
+        """Export by OTLP over HTTP to `endpoint`/v1/traces. OpenTelemetry's own variables choose
+        which traces are sampled, by default as the producer decided, and those of jobs without a
+        producer. Raises MissingPackage.
         """
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
-            from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         except ImportError as error:
             raise MissingPackage(
                 "otel_endpoint is set, but OpenTelemetry is not installed: pip install '.[otel]' "
                 "in tokenmill's folder"
             ) from error
-        provider = TracerProvider(
-            resource=Resource.create(dict(resource)),
-            sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
-            shutdown_on_exit=False,
-        )
+        provider = TracerProvider(resource=Resource.create(dict(resource)), shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces")
         provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls(provider)

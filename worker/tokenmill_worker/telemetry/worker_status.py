@@ -241,7 +241,7 @@ class StatusReporter:
             "Finished jobs that are not recorded and acknowledged yet",
             len(finalizer),
         )
-        limit = self._parts.settings.record_buffer
+        limit = finalizer.limits.max_buffered
         yield gauge("record_buffer_limit_jobs", "Finished jobs at which claiming stops", limit)
         yield gauge(
             "record_buffer_bytes",

@@ -1,4 +1,4 @@
-"""Runs an engine in a process of its own (service) or a thread (tests), with an asyncio interface.
+"""Runs an engine in a process of its own, with an asyncio interface.
 
 The process is a new interpreter at the other end of a Unix socket pair. Frames are a 4-byte length
 and MessagePack. The end of the socket tells it that its parent is gone, and it exits. If the engine
@@ -13,7 +13,6 @@ import logging
 import signal
 import socket
 import sys
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Final
@@ -63,7 +62,8 @@ def _ending_signals_blocked() -> Iterator[None]:
 
 
 class _Reports:
-    """The shared part of both hosts: ordered reports, last capacity, the end, detection of hangs.
+    """What a host does however its engine runs: ordered reports, last capacity, the end, detection
+    of hangs.
 
     An engine reports at every step, and twice a second while idle. A ready engine that sends no
     report for `stall_s` seconds hangs.
@@ -261,55 +261,3 @@ class EngineProcess(_Reports):
         if self._frames is not None:
             self._frames.close()
             await self._frames.ended.wait()
-
-
-class EngineThread(_Reports):
-    """An engine in a thread of this process, for tests and small tools; `serve` runs there."""
-
-    def __init__(
-        self,
-        serve: Callable[[Mailbox, Callable[[Report], None]], object],
-        stall_s: float | None = None,
-    ) -> None:
-        super().__init__(stall_s)
-        self._serve = serve
-        self._mailbox = Mailbox()
-        self._thread: threading.Thread | None = None
-
-    async def start(self, on_progress: Callable[[str, float], None] | None = None) -> Ready:
-        loop = asyncio.get_running_loop()
-
-        def emit(report: Report | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop may be closed already
-                loop.call_soon_threadsafe(self._take_in, report)
-
-        self._thread = threading.Thread(target=self._run, args=(emit,), name="engine", daemon=True)
-        self._thread.start()
-        return await self._wait_ready(on_progress)
-
-    def _run(self, emit: Callable[[Report | None], None]) -> None:
-        try:
-            self._serve(self._mailbox, emit)
-        except Exception as error:
-            emit(EngineFailed(f"{type(error).__name__}: {error}"))
-        finally:
-            emit(None)
-
-    def _send(self, command: Command) -> None:
-        self._mailbox.put(command)
-
-    async def stop(self) -> None:
-        self._stopping = True
-        self._send(Stop())
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
-
-    async def kill(self) -> None:
-        """Send Stop and wait DYING_S.
-
-        A thread cannot be killed: one that hangs stays behind, and its later reports are ignored.
-        """
-        self._stopping = True
-        self._send(Stop())
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, DYING_S)
