@@ -7,12 +7,11 @@ and no text store. Names follow the sampling parameters of OpenAI and vLLM.
 from collections.abc import Iterator
 from enum import StrEnum
 from itertools import chain
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 import msgspec
 
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-LOGPROBS_MODES: Final[tuple[str, ...]] = get_args(LogprobsMode)
+LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs")
 MAX_SEQUENCES: Final = 1_024
 MAX_SEQUENCE_IDS: Final = 32_768  # of one field; their MessagePack is below MAX_FORMAT_CHARS
 MAX_NGRAM: Final = 256
@@ -146,7 +145,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     response_format: ResponseFormat | None = None
     speculate: bool = True  # may draft tokens be proposed for this request?
     lora: str = ""  # name of the LoRA adapter to answer with; empty: the model itself
-    logprobs_mode: str | None = None  # raw_logprobs or processed_logprobs; left out: the worker's
+    logprobs_mode: str | None = None  # raw_logprobs or processed_logprobs; left out: raw_logprobs
     thinking_budget: int | None = None  # after so many tokens of thoughts the answer begins
     prompt_logprobs: int | None = None  # of each prompt token, beside this many most likely ones
     echo: bool = False  # does the text of each answer begin with the prompt's?
@@ -178,7 +177,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             name: given if (given := getattr(self, name)) is not None else value
             for name, value in defaults.numbers._asdict().items()
         }
-        mode = self.logprobs_mode or defaults.logprobs_mode or LOGPROBS_MODES[0]
+        mode = self.logprobs_mode or LOGPROBS_MODES[0]
         return msgspec.structs.replace(self, **values, logprobs_mode=mode)
 
     def without_content(self) -> "SamplingParams":

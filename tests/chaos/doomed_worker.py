@@ -17,11 +17,10 @@ from typing import Any
 
 import sqlalchemy
 
-from tests.support.worker import settings, thread_host
+from tests.support.worker import PatientStream, settings, thread_host
 from tokenmill.transport.scripts import Argument, Script
 from tokenmill_worker.app import Worker
 from tokenmill_worker.queue import scripts
-from tokenmill_worker.queue.job_stream import JobStream
 from tokenmill_worker.record.result_store import ResultStore
 
 # Workers are forked from a process that has imported what they need, which takes longer than they
@@ -83,7 +82,7 @@ def effect_of(script: Script, arguments: tuple[Argument, ...]) -> str:
     return script.name
 
 
-class DoomedStream(JobStream):
+class DoomedStream(PatientStream):
     async def open(self) -> None:
         await super().open()
         point("after limits")

@@ -46,14 +46,14 @@ FAST = WorkerGroup(
 REAL = WorkerGroup(
     "real", 1, ("process",),
     {
-        "model": "smollm2-135m-instruct", "dtype": "float32", "num_threads": 1, "num_blocks": 128,
-        "max_num_seqs": 4, "lease_seconds": 3 * LEASE_S,
+        "model": "smollm2-135m-instruct", "dtype": "float32", "num_threads": 1,
+        "max_num_seqs": 4, "max_memory_gib": 0.1, "lease_seconds": 3 * LEASE_S,
     },
 )  # fmt: skip
 TINY = WorkerGroup(  # its model is a folder of the run's own
     "tiny", 1, ("process",),
     {
-        "dtype": "float32", "num_threads": 1, "num_blocks": 512, "max_num_seqs": 8,
+        "dtype": "float32", "num_threads": 1, "max_num_seqs": 8, "max_memory_gib": 0.1,
         "lease_seconds": 3 * LEASE_S,
     },
 )  # fmt: skip

@@ -1,9 +1,9 @@
 """A worker process as in production: `NAME REDIS_URL DATABASE_URL [NAME=VALUE…]`.
 
 The arguments after the addresses are settings. `in_process=True` gives the engine a process of its
-own; otherwise it runs in a thread, which starts quicker. The worker prints "listening" once it
-handles signals, and "ready" when its engine is ready. SIGUSR1 prints what every task and thread
-does.
+own; otherwise it runs in a thread, which starts quicker. With `patient=True` jobs are redelivered
+however often their workers vanish. The worker prints "listening" once it handles signals, and
+"ready" when its engine is ready. SIGUSR1 prints what every task and thread does.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import signal
 import sys
 from typing import Any
 
-from tests.support.worker import settings, thread_host
+from tests.support.worker import PatientStream, settings, thread_host
 from tokenmill_worker.app import Worker
 from tokenmill_worker.contract.host import EngineDied
+from tokenmill_worker.queue.job_stream import JobStream
 from tokenmill_worker.telemetry import configure_logging
 
 LISTENING, READY = "[listening]", "[ready]"
@@ -25,11 +26,11 @@ LISTENING, READY = "[listening]", "[ready]"
 def main(name: str, redis_url: str, database: str, *changes: str) -> int:
     values = dict(change.split("=", 1) for change in changes)
     in_process = values.pop("in_process", "False") == "True"
+    stream_type = PatientStream if values.pop("patient", "False") == "True" else JobStream
     chosen = settings(redis_url, database, worker_id=name, **values)
     configure_logging(chosen.log_level, chosen.log_format, with_private=chosen.log_prompts)
-    return asyncio.run(
-        serve(Worker(chosen, None if in_process else thread_host(chosen.engine_config())))
-    )
+    host = None if in_process else thread_host(chosen.engine_config())
+    return asyncio.run(serve(Worker(chosen, host, stream_type=stream_type)))
 
 
 async def serve(worker: Worker) -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.chaos.test_structured_kills import END, run_doomed, undisturbed
 from tests.engines.own.truth import tiny_models
-from tests.support.worker import client_of, database_url, running_worker
+from tests.support.worker import PatientStream, client_of, database_url, running_worker
 from tests.text.chat.families import HERMES
 from tokenmill_schemas.result import JobResult
 from tokenmill_worker.engines.synthetic.runner import TOKENIZER
@@ -72,7 +72,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "model": str(base), "chat_template": str(template), "dtype": "float32", "num_threads": 1,
         "max_num_seqs": 1024, "max_num_batched_tokens": 2048,  # see test_structured_kills
         "prefix_cache": False,  # no job waits for a block of tokens that another computes
-        "max_crashes": 10_000, "max_deliveries": 10_000,
+        "max_crashes": 10_000,
     }  # fmt: skip
 
 
@@ -119,7 +119,9 @@ async def test_thoughts_and_calls_continue_after_a_kill_at_any_token(
         most = max(len(result.token_ids) for result in calm)
         for _ in itertools.repeat(None, most // steps):
             await run_doomed(steps, redis_url, database, settings, num_open)
-        async with running_worker(redis_url, database, worker_id="survivor", **settings):
+        async with running_worker(
+            redis_url, database, worker_id="survivor", stream_type=PatientStream, **settings
+        ):
             received = await asyncio.wait_for(asyncio.gather(*streams), 120)
             ended = [await client.result(job, timeout=90) for job in jobs]
     for wanted, result, stream in zip(calm, ended, received, strict=True):

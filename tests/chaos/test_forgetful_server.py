@@ -98,10 +98,10 @@ class Workers:
     def _start(self):
         self.num_killed += 1
         name = f"w{self.num_killed + 2}"
-        log, limits = self._folder / f"{name}.log", {"max_deliveries": 1000, "max_crashes": 1000}
+        log = self._folder / f"{name}.log"
         worker = WorkerProcess(
             name, self._url, self._database, log, env=self._env, queue=QUEUE,
-            drain_seconds=1.0, **MODEL, **limits,
+            drain_seconds=1.0, **MODEL, max_crashes=1000, patient=True,
         )  # fmt: skip
         self._workers.append(worker)
 

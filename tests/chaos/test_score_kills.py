@@ -13,7 +13,7 @@ import pytest
 
 from tests.chaos.test_structured_kills import END, run_doomed, undisturbed
 from tests.engines.own.truth import tiny_models
-from tests.support.worker import client_of, database_url, running_worker
+from tests.support.worker import PatientStream, client_of, database_url, running_worker
 from tokenmill import AsyncClient
 from tokenmill_schemas.generation import TokenLogprob
 from tokenmill_schemas.result import JobResult
@@ -43,9 +43,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         values = json.loads((base / name).read_text())
         (base / name).write_text(json.dumps(values | {"eos_token_id": END}))
     return {
-        "model": str(base), "dtype": "float32", "num_threads": 1, "block_size": 16,
+        "model": str(base), "dtype": "float32", "num_threads": 1,
         "max_num_seqs": 1024, "max_num_batched_tokens": 1024,
-        "max_crashes": 10_000, "max_deliveries": 10_000,
+        "max_crashes": 10_000,
     }  # fmt: skip
 
 
@@ -69,7 +69,9 @@ async def test_log_probabilities_are_the_same_after_kills(
 
         for _ in range(12 if rounds >= 50 else 4):
             await run_doomed(1 if rounds >= 50 else 3, redis_url, database, settings, num_open)
-        async with running_worker(redis_url, database, worker_id="survivor", **settings):
+        async with running_worker(
+            redis_url, database, worker_id="survivor", stream_type=PatientStream, **settings
+        ):
             received = await asyncio.wait_for(asyncio.gather(*streams), 120)
             ended = [await client.result(job, timeout=90, check=True) for job in jobs]
             deliveries = [(await client.status(job)).deliveries for job in jobs]

@@ -50,7 +50,6 @@ SETTINGS: dict[str, Any] = {
     **FAST.settings,
     "model": "synthetic",
     "max_num_seqs": 128,
-    "num_blocks": 4096,
     "result_ttl_seconds": 60,
 }
 GROUP = WorkerGroup(FAST.queue, 1, ("thread", "process"), SETTINGS)

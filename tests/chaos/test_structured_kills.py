@@ -25,7 +25,7 @@ from tests.chaos.checker import Received, Wanted, violations
 from tests.chaos.test_kill_points import listen
 from tests.engines.own.lora.support import save_adapter
 from tests.engines.own.truth import tiny_models
-from tests.support.worker import client_of, database_url, running_worker
+from tests.support.worker import PatientStream, client_of, database_url, running_worker
 from tokenmill_schemas.result import JobResult
 from tokenmill_worker.engines.synthetic.runner import TOKENIZER
 
@@ -95,7 +95,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         # A job that was in the engine at a death and did not progress is a suspect: each such death
         # halves the batch that it may run in. So large a batch still holds all jobs after five.
         "max_num_seqs": 1024, "max_num_batched_tokens": 2048,
-        "max_crashes": 10_000, "max_deliveries": 10_000,
+        "max_crashes": 10_000,
     }  # fmt: skip
 
 
@@ -135,7 +135,9 @@ async def test_jobs_with_a_grammar_continue_after_a_kill_at_any_token(
             for job in jobs:
                 died_at.setdefault(job, set()).add(received[job][0].num_tokens)
             assert number < 400, "the jobs make no progress"
-        async with running_worker(redis_url, database, worker_id="survivor", **settings):
+        async with running_worker(
+            redis_url, database, worker_id="survivor", stream_type=PatientStream, **settings
+        ):
             await asyncio.wait_for(asyncio.gather(*early), 90)
             for job in jobs:
                 await listen(client, job, received[job][1])

@@ -122,13 +122,13 @@ async def test_a_worker_names_every_wrong_setting_at_once(shell):
         "TOKENMILL_LEASE_SECOND": "1",
         "TOKENMILL_REDIS_URL": "http://x",
     }
-    status, _, error = await shell.run("worker", "--block-size", "-1", **wrong)
+    status, _, error = await shell.run("worker", "--max-num-seqs", "-1", **wrong)
     assert status == 2
     for name in (
         "TOKENMILL_LEASE_SECONDS",
         "TOKENMILL_LEASE_SECOND ",
         "TOKENMILL_REDIS_URL",
-        "--block-size",
+        "--max-num-seqs",
     ):
         assert name in error
     assert "did you mean TOKENMILL_LEASE_SECONDS" in error

@@ -17,7 +17,7 @@ from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_worker.engines.own.sampling import GrammarCompiler
 
 MODEL: dict[str, Any] = {
-    "model": "smollm2-135m-instruct", "dtype": "float32", "num_blocks": 256, "num_threads": 1,
+    "model": "smollm2-135m-instruct", "dtype": "float32", "max_memory_gib": 0.2, "num_threads": 1,
     "lease_seconds": 10,
 }  # fmt: skip
 STRUCTURED = GUIDES / "structured-output.md"

@@ -40,7 +40,7 @@ async def test_chat_answers_equal_those_of_generate(redis_url, tmp_path):
     model = {
         "model": "smollm2-135m-instruct",
         "dtype": "float32",
-        "num_blocks": 256,
+        "max_memory_gib": 0.2,
         "num_threads": 1,
     }
     async with (

@@ -46,7 +46,7 @@ async def test_streamed_pieces_of_calls_join_to_the_recorded_calls_which_keep_th
     model = {
         "model": "smollm2-135m-instruct",
         "dtype": "float32",
-        "num_blocks": 1024,
+        "max_memory_gib": 0.7,
         "num_threads": 1,
         "chat_template": str(template),
         "tool_format": form,

@@ -103,7 +103,7 @@ async def test_a_continued_answer_keeps_its_first_worker_s_parameters():
     first = SamplingParams(
         temperature=0.9, top_p=0.8, top_k=0, min_p=0.0, repetition_penalty=1.2, max_tokens=9,
         seed=5,
-        logprobs_mode="processed_logprobs",
+        logprobs_mode="raw_logprobs",
     )  # fmt: skip
     log = (msgspec.structs.replace(tokens("a"), params=first), tokens("b", 1))
     assert await continued(log, seed=5) == first

@@ -73,7 +73,7 @@ class RunningDev:
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
         command = [sys.executable, "-m", "tokenmill.cli", "dev", "--port", str(self.port)]
-        command += ["--model", "synthetic", "--queue", "q", "--num-blocks", "64"]
+        command += ["--model", "synthetic", "--queue", "q"]
         self.process = subprocess.Popen(
             command, cwd=folder, stderr=subprocess.PIPE, text=True, encoding="utf-8"
         )

@@ -77,7 +77,6 @@ async def test_logs_metrics_and_traces_hold_no_prompt_answer_or_password(make_va
     database = database_url(tmp_path)
     chosen = {
         "redis_url": url, "database_url": database, "queue": QUEUE, "model": "synthetic?step_ms=1",
-        "num_blocks": 512,
         "lease_seconds": 2, "max_crashes": 2, "log_level": "debug",
         "log_format": "json",
         "metrics_port": 0, "metrics_host": "127.0.0.1",
@@ -173,9 +172,7 @@ async def test_tables_and_log_hold_prompts_only_with_the_setting(redis_url, tmp_
             "queue": QUEUE,
             "model": "synthetic",
         }
-        with worker_process(
-            folder, record_prompts=record, log_prompts=record, num_blocks=64, **chosen
-        ):
+        with worker_process(folder, record_prompts=record, log_prompts=record, **chosen):
             async with AsyncClient(redis_url, queue=QUEUE) as client:
                 job = await client.submit(
                     prompt=MARK, max_tokens=5, stop=["heron"], ignore_eos=True

@@ -57,9 +57,9 @@ def test_settings_of_another_engine_are_refused_by_name(monkeypatch):
 
 def test_settings_of_another_engine_that_are_not_given_do_not_matter(monkeypatch):
     monkeypatch.setenv("TOKENMILL_QUANTIZATION", "")
-    settings = load_settings({"model": "synthetic", "num_blocks": 9}, strict=False)
+    settings = load_settings({"model": "synthetic", "max_num_seqs": 9}, strict=False)
     config = settings.engine_config()
-    assert (config.num_blocks, config.quantization, config.policy) == (9, None, "priority")
+    assert (config.max_num_seqs, config.quantization, config.policy) == (9, None, "priority")
 
 
 @pytest.mark.parametrize("name", sorted(ENGINE_FIELDS))

@@ -41,14 +41,12 @@ def test_settings_that_contradict_each_other_are_reported_with_the_others() -> N
         max_long_partial_prefills="2", max_num_batched_tokens="10", max_num_seqs="64",
         cpu_offload_gib="4000",
         max_model_len="100",
-        default_max_tokens="200", max_memory_gib="3", num_blocks="5", stall_seconds="0.2",
-        tensor_parallel="true",
-        async_batching="true",
+        default_max_tokens="200", max_memory_gib="-3", stall_seconds="0.2",
+        tensor_parallel="true", draft_model="synthetic", speculative_tokens="4",
     )  # fmt: skip
     named = sorted(line.split(" ")[0] for line in problems)
     assert named == [
-        "--async-batching", "--cpu-offload-gib", "--default-max-tokens",
-        "--max-long-partial-prefills",
+        "--cpu-offload-gib", "--default-max-tokens", "--draft-model", "--max-long-partial-prefills",
         "--max-memory-gib", "--max-num-batched-tokens", "--stall-seconds",
     ]  # fmt: skip
 
@@ -85,7 +83,6 @@ def test_settings_that_contradict_each_other_are_reported_with_the_others() -> N
         ),
         ("max_num_batched_tokens", {"max_num_batched_tokens": 63, "max_num_seqs": 64}),
         ("max_memory_gib", {"max_memory_gib": 0.0}),
-        ("max_memory_gib", {"max_memory_gib": 1.0, "num_blocks": 64}),
         ("cpu_offload_gib", {"cpu_offload_gib": 4000.0}),
         ("cuda_graphs", {"cuda_graphs": True, "device": "cpu"}),
         ("stall_seconds", {"stall_seconds": 0.5}),
@@ -139,15 +136,15 @@ def test_every_problem_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     wrong = {
         "LEASE_SECONDS": "soon",
         "LEASE_SECOND": "3",
-        "BLOCK_SIZE": "-1",
+        "SPECULATIVE_TOKENS": "-1",
         "PREFIX_CACHE": "perhaps",
         "POLICY": "lifo",
-        "NUM_BLOCKS": "0",
+        "MAX_MODEL_LEN": "0",
         "REDIS_URL": "http://user:hunter2@x",
         "DATABASE_URL": "mysql://user:hunter2@x/y",
         "QUEUE": "a {b}",
-        "RECORD_GROUP": "5000",
-        "POLL_SECONDS": "nan",
+        "RECORD_GROUP": "256",
+        "DRAIN_SECONDS": "nan",
     }
     for name, value in wrong.items():
         monkeypatch.setenv(f"TOKENMILL_{name}", value)
@@ -193,9 +190,10 @@ def test_an_unknown_variable_without_a_similar_setting_gets_no_suggestion(
 
 def test_empty_and_none_leave_a_setting_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENMILL_LEASE_SECONDS", "")
-    monkeypatch.setenv("TOKENMILL_NUM_BLOCKS", "none")
+    monkeypatch.setenv("TOKENMILL_MAX_MODEL_LEN", "none")
     settings = load_settings({"metrics_port": "none"})
-    assert (settings.lease_seconds, settings.engine_config().num_blocks, settings.metrics_port) == (
+    config = settings.engine_config()
+    assert (settings.lease_seconds, config.max_model_len, settings.metrics_port) == (
         10.0,
         None,
         None,
@@ -215,15 +213,17 @@ def test_an_unset_text_stays_unset_in_a_child_process(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(EngineConfig)])
-def test_each_engine_setting_is_a_setting_with_a_help_text(name: str) -> None:
-    assert name in Settings.model_fields
-    assert Settings.model_fields[name].description
+def test_a_field_of_the_engine_is_a_setting_where_it_has_a_help_text(name: str) -> None:
+    words = EngineConfig.__dataclass_fields__[name].metadata.get("help")
+    field = Settings.model_fields.get(name)
+    assert words == (None if field is None else field.description)
+    assert words != ""
 
 
 def test_a_child_process_loads_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENMILL_LOG_LEVEL", "debug")
     before = load_settings(
-        {"policy": "priority", "prefix_cache": "false", "num_blocks": "64", "queue": "q"}
+        {"policy": "priority", "prefix_cache": "false", "max_model_len": "64", "queue": "q"}
     )
     variables = {k: v for k, v in child_environment(before).items() if k.startswith("TOKENMILL_")}
     monkeypatch.delenv("TOKENMILL_LOG_LEVEL")

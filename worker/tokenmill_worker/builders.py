@@ -76,7 +76,6 @@ def stream_options(settings: Settings) -> StreamOptions:
         lease_s=settings.lease_seconds,
         result_ttl_s=round(settings.result_ttl_seconds),
         max_solo_crashes=settings.max_crashes,
-        max_deliveries=settings.max_deliveries,
         bulk_every=max(1, round(1 / settings.bulk_share)) if settings.bulk_share else 1 << 30,
         queue_limit=settings.queue_limit,
         max_payload_bytes=settings.max_payload_bytes,

@@ -23,7 +23,7 @@ MOST_DEATHS: Final = 20
 READY_S: Final = 300.0
 _SETTINGS: Final[dict[str, Any]] = {
     "queue": QUEUE, "in_process": True, "dtype": "float32", "num_threads": 1,
-    "max_num_seqs": 32, "num_blocks": 2_048, "lease_seconds": 10,
+    "max_num_seqs": 32, "lease_seconds": 10,
     "stall_seconds": 20, "result_ttl_seconds": 120,
 }  # fmt: skip
 

@@ -114,9 +114,6 @@ class Settings(_EngineFields):
     drain_seconds: Seconds = Field(
         30.0, ge=0, description="after SIGTERM, running jobs may finish within this time"
     )
-    max_deliveries: int = Field(
-        10, ge=1, description="a job that lost its worker this many times is set aside as dead"
-    )
     max_crashes: int = Field(
         3, ge=1, description="a job that crashed the engine this many times is set aside as dead"
     )

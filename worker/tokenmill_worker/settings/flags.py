@@ -28,8 +28,8 @@ Command = Callable[[dict[str, object]], None]
 
 
 class SettingsCommand(TyperCommand):
-    """A command whose help writes `--[no-]fuse`: a column of no-flags would leave no room for the
-    other names in 80 columns. `--fuse false` is refused with the flag to use.
+    """A command whose help writes `--[no-]prefix-cache`: a column of no-flags would leave no room
+    for the other names in 80 columns. `--prefix-cache false` is refused with the flag to use.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

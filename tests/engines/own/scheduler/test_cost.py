@@ -42,7 +42,6 @@ def filled(policy: str, waiting: int, running: int = 8, blocked_by: str = "rows"
         make_cache(num_blocks),
         policy=policy,
         max_num_seqs=rows,
-        max_waiting=10**6,
         max_num_batched_tokens=4096,
     )
     loop.scheduler.add(

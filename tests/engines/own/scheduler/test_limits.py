@@ -14,6 +14,7 @@ from tests.engines.own.scheduler.loop import (
 )
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.requests import RequestError
+from tokenmill_worker.engines.own.scheduler import scheduler
 from tokenmill_worker.engines.own.scheduler.step_builder import StepDraft
 from tokenmill_worker.engines.own.sequence import Sequence
 
@@ -299,8 +300,9 @@ def test_a_request_id_in_use_is_refused() -> None:
     loop.assert_truth()
 
 
-def test_a_request_beyond_the_backlog_s_limit_is_refused() -> None:
-    loop = Loop.build(max_waiting=3)
+def test_a_request_beyond_the_backlog_s_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_WAITING", 3)
+    loop = Loop.build()
     refused(loop, *[make_sequence(f"r{index}", prompt(index, 3), 1) for index in range(4)])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 
 from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.truth import expected
@@ -35,18 +36,14 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[dict[str, CollectingEngine]]:
-    """One engine per default mode, with the torch operators that Transformers uses."""
+def engine() -> Iterator[CollectingEngine]:
+    """An engine with the torch operators that Transformers uses."""
     config = EngineConfig(
         model=str(folder_of(MODEL)), dtype="float32", device="cpu", num_blocks=64,
         attention="reference", fuse=False, amx=False,
     )  # fmt: skip
-    made = {
-        mode: CollectingEngine.load(config.replace(logprobs_mode=mode)) for mode in LOGPROBS_MODES
-    }
-    yield made
-    for engine in made.values():
-        engine.stop()
+    with CollectingEngine.load(config) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +79,7 @@ def distributions(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_raw_and_processed_log_probabilities_equal_transformers(
-    kind: str, engines: dict[str, CollectingEngine], model: transformers.PreTrainedModel
+    kind: str, engine: CollectingEngine, model: transformers.PreTrainedModel
 ) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder_of(MODEL))
     prompt: list[int] = tokenizer(TEXT)["input_ids"][:20]
@@ -93,7 +90,10 @@ def test_raw_and_processed_log_probabilities_equal_transformers(
         ignore_eos=True,
         **KINDS[kind],  # type: ignore[arg-type]
     )
-    outputs = {mode: engine.generate_batch([prompt], params)[0] for mode, engine in engines.items()}
+    outputs = {
+        mode: engine.generate_batch([prompt], replace(params, logprobs_mode=mode))[0]
+        for mode in LOGPROBS_MODES
+    }
     tolerance = TOLERANCE if kind == "temperature" else NOISE
     answer = outputs["raw_logprobs"].token_ids
     assert outputs["processed_logprobs"].token_ids == answer
@@ -112,19 +112,10 @@ def test_raw_and_processed_log_probabilities_equal_transformers(
             )
 
 
-def test_a_request_s_logprobs_mode_overrides_the_engine_s(
-    engines: dict[str, CollectingEngine],
-) -> None:
+def test_a_request_that_names_no_mode_gets_raw_log_probabilities(engine: CollectingEngine) -> None:
     base = {"max_tokens": 8, "seed": 3, "temperature": 0.5, "logprobs": True, "ignore_eos": True}
-    prompts = [[1, 2, 3]] * 3
-    for default, engine in engines.items():
-        unnamed, raw, processed = engine.generate_batch(
-            prompts,
-            [
-                SamplingParams(**base, **({} if mode is None else {"logprobs_mode": mode}))  # type: ignore[arg-type]
-                for mode in (None, *LOGPROBS_MODES)
-            ],
-        )
-        assert unnamed.token_ids == raw.token_ids == processed.token_ids
-        assert raw.logprobs != processed.logprobs
-        assert unnamed.logprobs == (raw if default == "raw_logprobs" else processed).logprobs
+    params = SamplingParams(**base)  # type: ignore[arg-type]
+    named = [replace(params, logprobs_mode=mode) for mode in LOGPROBS_MODES]
+    unnamed, raw, processed = engine.generate_batch([[1, 2, 3]] * 3, [params, *named])
+    assert unnamed.token_ids == raw.token_ids == processed.token_ids
+    assert unnamed.logprobs == raw.logprobs != processed.logprobs

@@ -30,7 +30,6 @@ from tokenmill_worker.contract.messages import (
     Frame,
     LoadProgress,
     Logged,
-    Mailbox,
     Ready,
     Report,
     Start,

@@ -69,11 +69,10 @@ class SyntheticConfig(EngineConfig):
 KIND = EngineKind(
     config=SyntheticConfig,
     settings=(
-        "model", "max_model_len", "block_size", "num_blocks", "prefix_cache", "policy",
-        "max_num_batched_tokens", "max_num_seqs", "max_read_tokens", "safety_margin",
-        "enable_chunked_prefill", "long_prefill_token_threshold", "max_num_partial_prefills",
-        "max_long_partial_prefills", "max_waiting", "preempt", "bulk_slowdown", "max_bypass",
-        "generation_config", "logprobs_mode", "adapters", "max_loras",
+        "model", "max_model_len", "prefix_cache", "policy", "max_num_batched_tokens",
+        "max_num_seqs", "enable_chunked_prefill", "long_prefill_token_threshold",
+        "max_num_partial_prefills", "max_long_partial_prefills", "preempt", "bulk_slowdown",
+        "generation_config", "adapters", "max_loras",
     ),
     capabilities=Capabilities(
         scores=True, prompt_logprobs=True, adapters=True, exact_resume=True

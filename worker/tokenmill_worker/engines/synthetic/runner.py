@@ -18,8 +18,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.config.cache import CacheConfig, LayerGroup
@@ -65,9 +63,7 @@ class SyntheticRunner:
             max_model_len=min(config.max_model_len or options.length, options.length),
             vocab_size=VOCAB_SIZE,
             eos_token_ids=frozenset({END_OF_TEXT}),
-            sampling_defaults=msgspec.structs.replace(
-                defaults.params, logprobs_mode=config.logprobs_mode
-            ),
+            sampling_defaults=defaults.params,
             model_path=TOKENIZER,
             capabilities=KIND.capabilities,
             warms_up=False,

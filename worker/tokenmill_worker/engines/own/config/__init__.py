@@ -17,7 +17,9 @@ from tokenmill_worker.engines.own.config.engine_config import (
 
 KIND = EngineKind(
     config=EngineConfig,
-    settings=tuple(field.name for field in dataclasses.fields(EngineConfig)),
+    settings=tuple(
+        field.name for field in dataclasses.fields(EngineConfig) if "help" in field.metadata
+    ),
     capabilities=CAPABILITIES,
 )
 

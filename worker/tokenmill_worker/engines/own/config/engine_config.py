@@ -10,12 +10,11 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from tokenmill_schemas.generation import LogprobsMode
 from tokenmill_worker.contract.engine_kind import EngineConfigError
 from tokenmill_worker.contract.name_table import read_table
 from tokenmill_worker.engines.own.config.machine import total_memory
 from tokenmill_worker.engines.own.config.prefill_limits import PrefillLimits
-from tokenmill_worker.engines.own.config.setting_fields import choices, setting
+from tokenmill_worker.engines.own.config.setting_fields import choices, direct_value, setting
 from tokenmill_worker.engines.own.types import SchedulingPolicy
 
 GIB = 1 << 30
@@ -30,8 +29,10 @@ class EngineConfig:
 
     0 or None means "decide at start" where the type allows it. `model` is a directory, a `.gguf`
     file, a hub name, or one of the built-in names "smollm2-135m-instruct" and "gemma3-270m".
-    `num_blocks` sets the blocks that sequences can use; None sizes the pool from
-    `max_memory_percent` of the free memory.
+    Without `num_blocks` the pool is sized from `max_memory_percent` of the free memory.
+
+    A field that `setting` declares is a flag and a variable of a worker. One of `direct_value` is
+    not: only code that builds this object sets it.
     """
 
     kind: ClassVar[str] = "own"
@@ -55,13 +56,8 @@ class EngineConfig:
         minimum=1,
     )
     # cache
-    block_size: int = setting(
-        0,
-        "tokens in a block of the KV cache; 0: 16, or 256 where the attention backend is "
-        "flash-attn 2",
-        minimum=0,
-    )
-    num_blocks: int | None = setting(None, "blocks in the KV cache (default: what fits)", minimum=1)
+    block_size: int = direct_value(0, minimum=0)  # in tokens; 0: 16, or 256 with flash-attn 2
+    num_blocks: int | None = direct_value(None, minimum=1)  # that sequences can use
     max_memory_percent: float = setting(0.9, "share of the free memory that the engine may use")
     max_memory_gib: float | None = setting(
         None, "largest size of the KV cache, also if more memory is free"
@@ -92,14 +88,10 @@ class EngineConfig:
     max_num_seqs: int = setting(
         0, "most sequences at once; 0: 64 (CPU) or 256 (GPU), fewer if memory is short", minimum=0
     )
-    # only backends that gather cached tokens have this limit
-    max_read_tokens: int | None = setting(
-        None, "most cached tokens that attention reads in one step", minimum=1
-    )
-    # Transformers' documents say 0.2
-    safety_margin: float = setting(
-        0.05, "no prompt is started when the share of free blocks is below this"
-    )
+    # most cached tokens that attention reads in one step; only backends that gather them have it
+    max_read_tokens: int | None = direct_value(None, minimum=1)
+    # no prompt is started when the share of free blocks is below; Transformers' documents say 0.2
+    safety_margin: float = direct_value(0.05)
     enable_chunked_prefill: bool = setting(
         True, "compute a prompt in parts where a step lacks room for all of it; else it waits"
     )
@@ -120,7 +112,6 @@ class EngineConfig:
         "(default: 1 beside max-num-partial-prefills, else no limit)",
         minimum=0,
     )
-    max_waiting: int = setting(100_000, "requests that may wait inside the engine", minimum=1)
     preempt: Literal["least_wasted", "newest", "oldest"] = setting(
         "least_wasted", "which sequence is preempted: least_wasted, newest or oldest"
     )
@@ -130,17 +121,12 @@ class EngineConfig:
         "none: no limit",
         minimum=0,
     )
-    max_bypass: int = setting(16, "how many requests may pass one that does not fit yet", minimum=0)
+    max_bypass: int = direct_value(16, minimum=0)  # may pass a request that does not fit yet
     # parameters of requests that name none
     generation_config: str | None = setting(
         "model",
         "sampling defaults of requests that name none: those of the model's "
         "generation_config.json, none, or those of another such file or its folder",
-    )
-    logprobs_mode: LogprobsMode = setting(
-        "raw_logprobs",
-        "log-probabilities of requests that name no mode: raw_logprobs, of the "
-        "model's distribution, or processed_logprobs, of the one that tokens are drawn from",
     )
     # adapters
     adapters: str = setting("", "LoRA adapters that jobs may name, as name=folder,name=folder")
@@ -149,13 +135,11 @@ class EngineConfig:
         16, "most adapters kept in memory; the least recently used is dropped"
     )
     # speed
-    fuse: bool = setting(True, "replace well-known layers by fused ones")
-    narrow_weights: bool = setting(
-        True, "keep weights in memory in the precision of their file, with float32 results (CPU)"
-    )
-    amx: bool = setting(
-        True, "use Intel's AMX, or byte dot products (CPU); without, sums are chains of float32"
-    )
+    fuse: bool = direct_value(True)  # replace well-known layers by fused ones
+    # keep weights in memory in the precision of their file, with float32 results (CPU)
+    narrow_weights: bool = direct_value(True)
+    # use AMX, or byte dot products (CPU); without, sums are chains of float32
+    amx: bool = direct_value(True)
     speculative_tokens: int = setting(
         0,
         "most draft tokens of a sequence in a step, from its own text; 0: off",
@@ -169,17 +153,13 @@ class EngineConfig:
     cuda_graphs: bool | None = setting(
         None, "replay steps as CUDA graphs (default: on where CUDA is, on one rank)"
     )
-    max_cached_graphs: int = setting(256, "most CUDA graphs in memory", minimum=1)
-    q_padding_interval: int = setting(
-        64, "query tokens of mixed steps are padded to multiples of this", minimum=1
-    )
-    kv_padding_interval: int = setting(
-        2048, "contexts are padded to this, times a power of two", minimum=1
-    )
-    async_batching: bool | None = setting(
-        None,
-        "plan the next step while this one runs (default: on CUDA)",
-    )
+    max_cached_graphs: int = direct_value(256, minimum=1)
+    # query tokens of mixed steps are padded to multiples of this
+    q_padding_interval: int = direct_value(64, minimum=1)
+    # contexts are padded to this, times a power of two
+    kv_padding_interval: int = direct_value(2048, minimum=1)
+    # plan the next step while this one runs; None: on CUDA
+    async_batching: bool | None = direct_value(None)
     num_threads: int | None = setting(
         None,
         "threads of the engine on a CPU (default: all cores that the process and its container may "

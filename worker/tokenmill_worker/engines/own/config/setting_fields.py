@@ -1,4 +1,4 @@
-"""Declares the settings of a dataclass: their help, their limits, and the values they may have."""
+"""Declares the fields of EngineConfig: their help, their limits, and the values they may have."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def setting(default: T, help_text: str, *, minimum: int | None = None) -> T:
         minimum: the smallest value allowed. None: no limit, or one in `EngineConfig.problems`.
     """
     return field(default=default, metadata={"help": help_text, "minimum": minimum})
+
+
+def direct_value(default: T, *, minimum: int | None = None) -> T:
+    """Return a field of EngineConfig that is no setting of a worker."""
+    return field(default=default, metadata={"minimum": minimum})
 
 
 @lru_cache

@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from tokenmill_worker.engines.own.attention import choose
@@ -133,9 +132,7 @@ def build_runner(
         description=_description(config, cache_config, pool),
         capabilities=WITHOUT_GRAMMARS if grammars is None else CAPABILITIES,
         is_asynchronous=bool(config.async_batching),
-        sampling_defaults=msgspec.structs.replace(
-            loaded.sampling_defaults, logprobs_mode=config.logprobs_mode
-        ),
+        sampling_defaults=loaded.sampling_defaults,
         graphed_decodes=device.graph_sizes(config, length).decodes,
     )
     parts = build_parts(loaded, info, backend, pool, host_pool, grammars, adapters, drafts)

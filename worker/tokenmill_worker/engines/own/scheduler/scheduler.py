@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from typing import Final
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent
@@ -37,6 +38,8 @@ from tokenmill_worker.engines.own.scheduler.step_builder import Proposer
 from tokenmill_worker.engines.own.scheduler.step_time import StepTimeModel
 from tokenmill_worker.engines.own.sequence import NULL_BLOCK, Sequence
 from tokenmill_worker.engines.own.types import SchedulingPolicy
+
+MAX_WAITING: Final = 100_000
 
 
 class Scheduler:
@@ -105,7 +108,7 @@ class Scheduler:
             self._check(sequence)
             if sequence.request_id in state.requests:
                 raise RequestError(f"request id {sequence.request_id!r} is already in use")
-        if len(state.queue) + len(sequences) > self.config.max_waiting:
+        if len(state.queue) + len(sequences) > MAX_WAITING:
             raise RequestError(
                 f"the engine has {len(state.queue)} waiting requests already", code="engine_error"
             )
