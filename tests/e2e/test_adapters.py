@@ -34,7 +34,7 @@ async def test_jobs_choose_the_base_or_an_adapter_by_name(
 ) -> None:
     database = database_url(tmp_path)
     poet = save_adapter(model, tmp_path / "poet", 1)
-    settings = {
+    settings: dict[str, Any] = {
         "model": str(model), "dtype": "float32", "num_threads": 1, "lease_seconds": 10,
         "adapters": f"poet={poet}", "aliases": f"gpt={model},rhymes=poet",
     }  # fmt: skip

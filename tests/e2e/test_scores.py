@@ -52,7 +52,12 @@ async def test_prompts_and_continuations_have_transformers_values(
     redis_url: str, tmp_path: Path
 ) -> None:
     database = database_url(tmp_path)
-    model = {"model": NAME, "dtype": "float32", "max_memory_gib": 0.2, "num_threads": 1}
+    model: dict[str, Any] = {
+        "model": NAME,
+        "dtype": "float32",
+        "max_memory_gib": 0.2,
+        "num_threads": 1,
+    }
     async with (
         running_worker(redis_url, database, in_process=True, lease_seconds=10, **model),
         client_of(redis_url, database) as client,

@@ -8,6 +8,7 @@ may call.
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -43,7 +44,7 @@ async def test_streamed_pieces_of_calls_join_to_the_recorded_calls_which_keep_th
 ) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ (tools or []) | tojson }}\n" + HERMES)
-    model = {
+    model: dict[str, Any] = {
         "model": "smollm2-135m-instruct",
         "dtype": "float32",
         "max_memory_gib": 0.7,

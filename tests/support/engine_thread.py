@@ -7,9 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from tokenmill_worker.contract.mailbox import Mailbox
-
-from tokenmill_worker.contract.messages import Command, EngineFailed, Ready, Report, Stop
+from tokenmill_worker.contract.messages import Command, EngineFailed, Mailbox, Ready, Report, Stop
 from tokenmill_worker.engines.process.death import DYING_S
 from tokenmill_worker.engines.process.host import _Reports
 
