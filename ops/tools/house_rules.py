@@ -1,15 +1,16 @@
 """Checks what no linter checks: file length, modules in a package's root, the walk through the
-code, cycles of imports, hosts of package registries, unsafe formats, plain docstrings, comments
-that break a line.
+code, the number of settings, cycles of imports, hosts of package registries, unsafe formats, plain
+docstrings, comments that break a line.
 
 A package's root stays small, because its modules are read first; the rest has rooms. The files of
-README's "Read the code in this order" exist. No source file has over 350 lines, and no line of C++
-or Lua over 100 columns. No file imports itself through others, also inside one room and for types
-alone. No file names the host of a package registry, because packages come from whatever index pip
-is configured with. Nothing reads bytes in a format that can run code (pickle and its kin,
-`torch.load` of more than weights). Every docstring opens with a verb or its subject, and not with a
-question. A comment behind a closing bracket stands above the statement if the formatter broke that
-only to fit the comment. All files that git tracks or would track are checked.
+README's "Read the code in this order" exist. A worker has at most 70 settings, those of all kinds
+of engine included. No source file has over 350 lines, and no line of C++ or Lua over 100 columns.
+No file imports itself through others, also inside one room and for types alone. No file names the
+host of a package registry, because packages come from whatever index pip is configured with.
+Nothing reads bytes in a format that can run code (pickle and its kin, `torch.load` of more than
+weights). Every docstring opens with a verb or its subject, and not with a question. A comment
+behind a closing bracket stands above the statement if the formatter broke that only to fit the
+comment. All files that git tracks or would track are checked.
 """
 
 import ast
@@ -28,6 +29,8 @@ MAX_MODULES = {  # in the root of a package
     "api_client/tokenmill": 6,
 }
 _WALK = re.compile(r"^## Read the code in this order$(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+MAX_SETTINGS = 70
+_SETTINGS = re.compile(r"worker/tokenmill_worker/(settings/fields|engines/\w+/config(/\w+)?)\.py")
 SOURCES = {".py", ".lua", ".c", ".cc", ".cpp", ".h", ".cu", ".sh"}
 # Written in parts, so that this file passes its own check.
 REGISTRY_HOSTS = tuple(
@@ -181,6 +184,21 @@ def large_roots(names: list[str]) -> Iterator[str]:
             yield f"{folder}: {len(modules)} modules, {most} at most: move some to a room"
 
 
+def settings_of(sources: dict[str, str]) -> set[str]:
+    """Return the names of all settings, given the sources by path: the fields that have a help
+    text, as `Field` and `setting` give them.
+    """
+    return {
+        node.target.id
+        for name, source in sources.items()
+        if _SETTINGS.fullmatch(name)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and re.match(r"(Field|setting)\(|field\(metadata={'help'", ast.unparse(node.value or node))
+    }
+
+
 def import_cycle(sources: dict[str, str]) -> Iterator[str]:
     """Yield the first cycle of imports among Python files, given each file's text by its path.
 
@@ -229,9 +247,10 @@ def main(root: Path) -> int:
     paths = {str(path.relative_to(root)): path for path in tracked_files(root)}
     found = [line for name, path in paths.items() for line in problems(path, name)]
     found += large_roots(list(paths))
-    found += import_cycle(
-        {name: path.read_text("utf-8") for name, path in paths.items() if path.suffix == ".py"}
-    )
+    sources = {n: path.read_text("utf-8") for n, path in paths.items() if path.suffix == ".py"}
+    found += import_cycle(sources)
+    if (count := len(settings_of(sources))) > MAX_SETTINGS:
+        found.append(f"worker: {count} settings, {MAX_SETTINGS} at most: derive or fix some")
     found += broken_walk((root / "README.md").read_text(encoding="utf-8"), root)
     print("\n".join(found) or "no problems")
     return 1 if found else 0

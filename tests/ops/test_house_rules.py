@@ -8,6 +8,7 @@ from ops.tools.house_rules import (
     MAX_COLUMNS,
     MAX_LINES,
     MAX_MODULES,
+    MAX_SETTINGS,
     REGISTRY_HOSTS,
     broken_walk,
     dangerous_reads,
@@ -16,7 +17,9 @@ from ops.tools.house_rules import (
     large_roots,
     lines_broken_by_comments,
     problems,
+    settings_of,
 )
+from tokenmill_worker.settings import Settings
 
 
 @pytest.mark.parametrize("host", REGISTRY_HOSTS)
@@ -34,6 +37,20 @@ def test_long_sources_are_found(tmp_path: Path) -> None:
     assert list(problems(path, "long.py")) == [
         f"long.py: {MAX_LINES + 1} lines, {MAX_LINES} at most"
     ]
+
+
+def test_every_setting_is_counted_once_and_nothing_else() -> None:
+    root = Path(__file__).parents[2]
+    sources = {
+        str(path.relative_to(root)): path.read_text() for path in root.glob("worker/**/*.py")
+    }
+    assert settings_of(sources) == set(Settings.model_fields)
+    assert len(Settings.model_fields) <= MAX_SETTINGS
+    engine = "worker/tokenmill_worker/engines/other/config.py"
+    more = settings_of(
+        sources | {engine: 'class C:\n    a: int = setting(1, "help")\n    b: int = 2'}
+    )
+    assert more == {*Settings.model_fields, "a"}
 
 
 def test_large_roots_are_found() -> None:

@@ -61,8 +61,8 @@ def _ending_signals_blocked() -> Iterator[None]:
 
 
 class _Reports:
-    """What a host does however its engine runs: ordered reports, last capacity, the end, detection
-    of hangs.
+    """The part of a host that is the same wherever its engine runs: ordered reports, last capacity,
+    the end, detection of hangs.
 
     An engine reports at every step, and twice a second while idle. A ready engine that sends no
     report for `stall_s` seconds hangs.
