@@ -3,6 +3,7 @@ is a sentence.
 """
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -44,8 +45,9 @@ async def test_no_random_answer_violates_its_schema_unreported(
     assert [line for line in reported if '-02-29" is not a "date"' not in line] == []
     assert len(refusals) >= len(INVALID)
     for refusal in refusals:
-        assert refusal.startswith("response_format.json_schema ")
-        assert "(at " in refusal or " at /" in refusal
+        assert re.match(
+            r"response_format\.json_schema (cannot be enforced|is no valid .+): .", refusal
+        )
     num_refused = len(INVALID) + 3  # look-ahead, branches that overlap, a text that is a number
     assert found["refused"] == num_refused
     assert int(str(found["finished"])) > answers * (len(SCHEMAS) - num_refused) // 2

@@ -1,20 +1,19 @@
 """Grammars of JSON schemas by llguidance, from schemas rewritten by `json_schema.rewrite`.
 
 llguidance enforces every keyword that it accepts and refuses the others by name. Here its refusals
-become sentences that name the place in the schema.
+become sentences.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch import Tensor
 
 from tokenmill_worker.engines.own.sampling.grammar.errors import GrammarError
-from tokenmill_worker.engines.own.sampling.grammar.json_schema import Rewritten, modern, rewrite
-from tokenmill_worker.engines.own.sampling.grammar.json_schema.keywords import subschemas
+from tokenmill_worker.engines.own.sampling.grammar.json_schema import modern, rewrite
 from tokenmill_worker.engines.own.sampling.grammar.words import MAX_FORCED, Words
 
 # fixed white space: a small model could otherwise fill its answer with it
@@ -24,14 +23,13 @@ _STYLE: dict[str, Any] = {
     "key_separator": ": ",
 }
 _LOOSE: dict[str, Any] = {"lenient": True, "coerce_one_of": True}
-_MAX_TRIES = 64  # compilations to find the place of a refusal
 _ONE_OF = "oneOf constraints"
 _STOPS = (
     ("NoExtensionBias", "it admits no text here"),
     ("; ff_tokens)", "the text that must follow is too long"),
 )
 _SENTENCES = (
-    ("Unsatisfiable schema", "no value satisfies it"),
+    ("Unsatisfiable schema", "no value satisfies it, or a part of it"),
     (_ONE_OF, "'oneOf' is not supported where its branches may admit the same value"),
     (
         "patternProperty regexes",
@@ -147,7 +145,7 @@ class JsonCompiler:
             rewritten = rewrite(read.schema, expand_one_of=True)
             grammar = self._grammar(rewritten.schema)
         if grammar.is_error():
-            raise SchemaRefused(self._refusal(rewritten, schema, grammar.get_error()))
+            raise SchemaRefused(_explained(grammar.get_error()))
         return grammar, rewritten.schema
 
     def _loose(self, schema: Any) -> tuple[Any, Any]:
@@ -167,58 +165,6 @@ class JsonCompiler:
             LLMatcher.grammar_from_json_schema(text, overrides=cast("Any", _STYLE | options)),
             log_level=0,
         )
-
-    def _refusal(self, rewritten: Rewritten, schema: Any, error: str) -> str:
-        """Name the innermost schema that is refused for the same reason when it stands alone."""
-        defs = rewritten.schema.get("$defs", {})
-        reason, pointer, inner, tries = _explained(error), "", rewritten.schema, 0
-        seen: set[str] = set()
-        found = True
-        while found:
-            found = False
-            for step, child in _inside(pointer, inner, defs, rewritten.places, seen):
-                tries += 1
-                if tries > _MAX_TRIES:
-                    break
-                alone = {**child, "$defs": defs} if defs else child
-                if _explained(self._grammar(alone).get_error()) == reason:
-                    pointer, inner, found = step, child, True
-                    break
-        where = _existing(schema, pointer)
-        return f"{_explained(error)} ({'at ' + where[:200] if where else 'at the top'})"
-
-
-def _inside(
-    pointer: str,
-    schema: dict[str, Any],
-    defs: dict[str, Any],
-    places: dict[str, str],
-    seen: set[str],
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference not in seen:
-        seen.add(reference)
-        name = reference.rpartition("/")[2]
-        if isinstance(defs.get(name), dict):
-            yield places[name], defs[name]
-    for step, child in subschemas(schema):
-        if isinstance(child, dict) and not step.startswith("/$defs/"):
-            yield pointer + step, child
-
-
-def _existing(schema: Any, pointer: str) -> str:
-    """Return the longest prefix of the pointer that exists in the original schema."""
-    found = ""
-    for step in pointer.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(schema, dict) and name in schema:
-            schema = schema[name]
-        elif isinstance(schema, list) and name.isdigit() and int(name) < len(schema):
-            schema = schema[int(name)]
-        else:
-            break
-        found += f"/{step}"
-    return found
 
 
 def _explained(error: str) -> str:

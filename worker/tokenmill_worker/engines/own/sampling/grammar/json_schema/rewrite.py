@@ -30,15 +30,12 @@ MAX_PATTERNS = 10  # of one text
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A rewritten schema.
-
-    `problems` has one sentence per keyword that the grammar would not enforce. `places` maps each
-    name in `$defs` to its place in the original schema.
+    """A rewritten schema. `problems` has one sentence per keyword that the grammar would not
+    enforce.
     """
 
     schema: Any
     problems: tuple[str, ...]
-    places: dict[str, str]
 
 
 def rewrite(schema: Any, *, expand_one_of: bool = False) -> Rewritten:
@@ -53,10 +50,10 @@ def rewrite(schema: Any, *, expand_one_of: bool = False) -> Rewritten:
         return _rewritten(schema, context)
     except references.TooDeep:
         return Rewritten(
-            True, (f"the schema is nested more than {references.MAX_DEPTH} levels deep",), {}
+            True, (f"the schema is nested more than {references.MAX_DEPTH} levels deep",)
         )
     except TooMuch:
-        return Rewritten(True, (f"written out, it has more than {MAX_SCHEMAS} schemas",), {})
+        return Rewritten(True, (f"written out, it has more than {MAX_SCHEMAS} schemas",))
 
 
 def _rewritten(root: Any, context: RewriteContext) -> Rewritten:
@@ -70,8 +67,7 @@ def _rewritten(root: Any, context: RewriteContext) -> Rewritten:
     count = most_patterns(main, defs, context.given_patterns)
     if count > MAX_PATTERNS:
         problem = f"{count} patterns for one text are not supported; at most {MAX_PATTERNS} are"
-        return Rewritten(True, (problem,), {})
+        return Rewritten(True, (problem,))
     if defs and isinstance(main, dict):
         main = {**main, "$defs": defs}
-    places = {name: pointer for pointer, name in context.names.items()}
-    return Rewritten(main, tuple(context.problems), places)
+    return Rewritten(main, tuple(context.problems))
