@@ -255,7 +255,7 @@ def test_no_command_prints_a_password_of_a_url(kind, tmp_path, redis_url):
         ("redis://u:pw/x@h:1", "redis://u:***@h:1"),
         ("redis://h:pw", "redis://***"),
         ("postgresql://u:x@h:pw/db", "postgresql://***"),
-        ("postgresql://h/db?user=u&password=pw", "postgresql://h/db?user=u&password=***"),
+        ("postgresql://h/db?user=u&password=pw", "postgresql://h/db?user=***&password=***"),
         ("sqlite:////tmp/a.db", "sqlite:////tmp/a.db"),
     ],
 )

@@ -263,14 +263,14 @@ _HOSTS = re.compile(
 
 
 def masked(value: object) -> object:
-    """Return a URL without its password. If its parts cannot be told apart, only the scheme is
-    shown.
+    """Return a URL without its password and the values of its options, where one may stand too. If
+    its parts cannot be told apart, only the scheme is shown.
     """
     if not isinstance(value, str) or "://" not in value:
         return value
     scheme, _, rest = value.partition("://")
     user, _, hosts = rest.rpartition("@")
-    hosts = re.sub(r"(?<=[?&])([^=&]*pass[^=&]*=)[^&]*", r"\1***", hosts)
+    hosts = re.sub(r"(?<=[?&])([^=&]*=)[^&]*", r"\1***", hosts)
     if _HOSTS.fullmatch(hosts) is None:
         return f"{scheme}://***"
     name, colon, _ = user.partition(":")
