@@ -4,7 +4,8 @@ A retired word is a term of an earlier version that readers of vLLM, Celery or R
 `RETIRED` says what to write instead. A retired definition is a class or function whose name was
 such a term, or said too little; the word itself stays free elsewhere. A word
 that is also another field's term stays in the files of `EXCEPTIONS` alone. A test is named after
-what it asserts: `PERSONIFICATIONS` lists words that no definition of a test may have.
+what it asserts, by subject, condition and result: `PERSONIFICATIONS` lists words that no definition
+of a test may have, and `RIDDLE` matches names without a subject.
 """
 
 import ast
@@ -127,6 +128,8 @@ PERSONIFICATIONS = frozenset({
     "guilty", "hear", "heard", "hears", "innocent", "knew", "know", "knows", "learns", "obeyed",
     "obeys", "said", "say", "says", "tell", "tells", "told",
 })  # fmt: skip
+# A test's name that begins with a pronoun, or calls an invalid thing one "that is none".
+RIDDLE = re.compile(r"test_(?:it|they|what|whatever)_|_theirs\b|_that_(?:is|are)_none(?:_|\b)")
 PYTHON_DEFINITION = re.compile(r"\s*(?:class|(?:async )?def)\s+(\w+)")
 LUA_DEFINITION = re.compile(r"\s*(?:local\s+)?function\s+(\w+)")
 CPP_DEFINITION = re.compile(r"\s*(?:(?:class|struct)|(?:INLINE |static )*[\w:<>]+ [*&]?)\s*(\w+)")
@@ -157,13 +160,18 @@ def retired_definitions(text: str, suffix: str, retired: dict[str, str]) -> Iter
             yield f"{number}: {found[1]!r} is retired: use {retired[found[1]]}"
 
 
-def personifications(text: str) -> Iterator[str]:
-    """Yield "line: problem" for each definition of a test that lets a thing speak or know."""
+def unclear_test_names(text: str) -> Iterator[str]:
+    """Yield "line: problem" for each definition of a test that lets a thing speak or know, or has
+    no subject.
+    """
     for number, line in enumerate(text.splitlines(), 1):
         found = PYTHON_DEFINITION.match(line)
-        words = {word.lower() for word in _WORD.findall(found[1])} if found else set()
-        for word in sorted(words & PERSONIFICATIONS):
+        if found is None:
+            continue
+        for word in sorted({word.lower() for word in _WORD.findall(found[1])} & PERSONIFICATIONS):
             yield f"{number}: {word!r} in {line.split('(')[0].strip()!r}: name what is asserted"
+        if RIDDLE.search(found[1]):
+            yield f"{number}: {found[1]} has no subject: name subject, condition and result"
 
 
 def classes(text: str) -> list[str]:
@@ -179,7 +187,7 @@ def problems_of(name: str, text: str) -> Iterator[str]:
     for problem in retired_definitions(text, suffix, retired):
         yield f"{name}:{problem}"
     if is_test:
-        yield from (f"{name}:{problem}" for problem in personifications(text))
+        yield from (f"{name}:{problem}" for problem in unclear_test_names(text))
     elif suffix in (".py", ".lua"):
         for line, word in retired_words(text, EXCEPTIONS.get(name, set())):
             yield f"{name}:{line}: {word!r} is retired: write {RETIRED[word]!r}"

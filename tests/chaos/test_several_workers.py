@@ -38,6 +38,7 @@ async def test_workers_share_jobs_by_their_free_places(redis_url, tmp_path):
             running_worker(redis_url, database, worker_id="b", **common),
             running_worker(redis_url, database, worker_id="c", **common),
         ):
+            await until_idle(redis_url, "abc")
             jobs = await client.submit_many(requests)
             results = [await client.result(job, timeout=60) for job in jobs]
     assert {result.status for result in results} == {JobStatus.SUCCEEDED}
@@ -77,6 +78,7 @@ async def test_idle_workers_share_jobs_that_come_one_by_one(redis_url, tmp_path,
         running_worker(redis_url, database, worker_id="a", **common),
         running_worker(redis_url, database, worker_id="b", **common),
     ):
+        await until_idle(redis_url, "ab")
         done: collections.Counter[str] = collections.Counter()
         jobs = []
         for i in range(32):

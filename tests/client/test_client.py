@@ -12,7 +12,7 @@ import pytest
 
 from tests.client.testing.players import assert_chunks, playing
 from tests.support.queue import QUEUE, Queue, end_of, token
-from tests.support.waiting import until
+from tests.support.waiting import LONG_S, until
 from tokenmill import (
     AsyncClient,
     Client,
@@ -81,8 +81,8 @@ async def test_early_late_and_second_subscribers_get_every_token_once(
     client: Any, queue: Queue
 ) -> None:
     job = await client.submit(prompt="x", max_tokens=40)
-    early = [asyncio.create_task(collect(client, job)) for _ in range(2)]
-    await asyncio.sleep(0.1)
+    async with queue.followed(readers=2):
+        early = [asyncio.create_task(collect(client, job)) for _ in range(2)]
     async with playing(queue):
         await asyncio.sleep(0.1)
         in_the_middle = await collect(client, job)
@@ -98,14 +98,15 @@ async def test_early_late_and_second_subscribers_get_every_token_once(
 async def test_streams_work_with_every_setting_of_the_library_s_connections(
     queue: Queue, redis_url: str, options: str, idle_s: float
 ) -> None:
-    async with AsyncClient(f"{redis_url}?{options}", queue=QUEUE) as client:
+    """No chunk is read from the log: a reader looks there only after a long silence."""
+    patient = ClientOptions(idle_s=600)
+    async with AsyncClient(f"{redis_url}?{options}", queue=QUEUE, options=patient) as client:
         job = await client.submit(prompt="x", max_tokens=30)
         await asyncio.sleep(idle_s)
-        reading = asyncio.create_task(collect(client, job))
-        await asyncio.sleep(0.1)
-        async with playing(queue):
-            async with asyncio.timeout(4):  # sooner than a look at the log would be
-                assert_chunks(await reading, 30)
+        async with queue.followed():
+            reading = asyncio.create_task(collect(client, job))
+        async with playing(queue), asyncio.timeout(LONG_S):
+            assert_chunks(await reading, 30)
 
 
 @pytest.mark.parametrize("moment", ["before", "during", "after"])
@@ -280,10 +281,12 @@ async def test_closing_a_client_ends_calls_in_progress_and_closes_connections(
     async def num_open() -> int:
         return sum(info["name"] == "closing" for info in await queue.redis.client_list())
 
-    await asyncio.sleep(0.3)
-    assert await num_open()
+    async def is_open() -> bool:
+        return bool(await num_open())
+
+    await until(is_open)
     await client.close()
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(LONG_S):
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [ClientClosed] * 4
     for call in (client.status(job), client.submit(prompt="x"), collect(client, job)):
@@ -304,7 +307,7 @@ async def test_closing_a_client_ends_all_calls_that_are_subscribing(
     waiting = [asyncio.create_task(client.result(job)) for _ in range(20)]
     await asyncio.sleep(0.01)
     await client.close()
-    async with asyncio.timeout(4):
+    async with asyncio.timeout(LONG_S):
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {ClientClosed}
 

@@ -17,6 +17,7 @@ from tests.client.testing.players import assert_chunks, playing
 from tests.support.proxy import FaultProxy
 from tests.support.queue import QUEUE, Queue, close_queue, end_of, open_queue, token
 from tests.support.valkey import ControlledValkey
+from tests.support.waiting import LONG_S, until
 from tokenmill import AsyncClient, Client, ClientOptions, JobNotFound
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.codec import encode
@@ -25,6 +26,7 @@ from tokenmill_schemas.result import JobResult
 pytestmark = pytest.mark.redis
 MakeProxy = Callable[[int], FaultProxy]
 OPTIONS = ClientOptions(idle_s=0.3, retry_for_s=60)
+FOR_EVER = 600.0  # until a reader looks at the log without a message
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -62,11 +64,11 @@ async def test_a_connection_cut_does_not_count_towards_the_stream_s_timeout(
     job = await queue.submit(max_tokens=150)
 
     async def read() -> list[Chunk]:
-        return [chunk async for chunk in client.stream(job, timeout=0.8)]
+        return [chunk async for chunk in client.stream(job, timeout=2.5)]
 
-    async with playing(queue, pause_s=0.01):
+    async with playing(queue, pause_s=0.02):
         reading = asyncio.create_task(read())
-        await asyncio.sleep(1.1)
+        await asyncio.sleep(2.7)
         proxy.cut(refuse=True)
         await asyncio.sleep(0.2)
         proxy.heal()
@@ -97,7 +99,7 @@ async def test_a_new_subscription_reads_the_log_at_once(
 
     It does not wait for `idle_s` of silence.
     """
-    patient = ClientOptions(idle_s=15)
+    patient = ClientOptions(idle_s=FOR_EVER)
     client: Any = AsyncClient(redis_url, queue=QUEUE, options=patient)
     if kind == "sync":
         client = Threaded(Client(redis_url, queue=QUEUE, options=patient))
@@ -105,13 +107,13 @@ async def test_a_new_subscription_reads_the_log_at_once(
     worker = queue.worker()
     (delivery,) = await worker.claim(1)
     stream = client.stream(job)
-    first = asyncio.create_task(anext(stream))
-    await asyncio.sleep(0.3)
+    async with queue.followed():
+        first = asyncio.create_task(anext(stream))
     item = token(delivery, 0)
     # in the log, and never published
     await worker.append([msgspec.structs.replace(item, checkpoint=True)])
     assert await queue.redis.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(LONG_S):
         received = [await first]
         await worker.finish([end_of(delivery, 1)])
         received += [chunk async for chunk in stream]
@@ -136,14 +138,14 @@ async def test_the_reader_s_own_time_does_not_count_towards_the_timeout(
     (delivery,) = await worker.claim(1)
     await worker.append([token(delivery, 0)])
     received = []
-    async for chunk in client.stream(job, timeout=0.6):
+    async for chunk in client.stream(job, timeout=1.5):
         received.append(chunk)
         if chunk.index == 0:
             await worker.append([token(delivery, 1)])
-            await asyncio.sleep(0.8)
+            await asyncio.sleep(1.6)
         elif chunk.index == 1:
             await queue.redis.execute_command("CLIENT", "KILL", "TYPE", "PUBSUB")
-            await asyncio.sleep(0.8)
+            await asyncio.sleep(1.6)
             await worker.finish([end_of(delivery, 2)])
     assert_chunks(received, 2)
     await client.close()
@@ -169,8 +171,8 @@ async def test_tokens_of_lost_messages_are_read_from_the_log(
     worker = queue.worker()
     (delivery,) = await worker.claim(1)
     async with AsyncClient(redis_url, queue=QUEUE, options=OPTIONS) as client:
-        reading = asyncio.create_task(collect(client, job))
-        await asyncio.sleep(0.1)
+        async with queue.followed():
+            reading = asyncio.create_task(collect(client, job))
         for i in range(10):
             item = token(delivery, i)
             await worker.append([msgspec.structs.replace(item, checkpoint=i in missed)])
@@ -184,8 +186,8 @@ async def test_foreign_and_repeated_messages_change_nothing(queue: Queue, redis_
     worker = queue.worker()
     (delivery,) = await worker.claim(1)
     async with AsyncClient(redis_url, queue=QUEUE, options=OPTIONS) as client:
-        reading = asyncio.create_task(collect(client, job))
-        await asyncio.sleep(0.1)
+        async with queue.followed():
+            reading = asyncio.create_task(collect(client, job))
         await worker.append([token(delivery, 0)])
         for chunk in (
             token(delivery, 0).chunk,
@@ -240,12 +242,14 @@ async def test_a_restart_of_the_server_loses_and_doubles_no_token(
 
 
 class Database:
-    """Has one result."""
+    """Has one result, and counts how often it was asked."""
 
     def __init__(self) -> None:
         self.result: JobResult | None = None
+        self.asked = 0
 
     def get(self, job_id: str) -> JobResult | None:
+        self.asked += 1
         return self.result if self.result is not None and self.result.job_id == job_id else None
 
     def close(self) -> None:
@@ -290,12 +294,12 @@ async def test_a_stream_whose_server_lost_its_data_ends_from_the_database(
         job = await client.submit(prompt="x")
         worker = queue.worker()
         (delivery,) = await worker.claim(1)
-        reading = asyncio.create_task(collect(client, job))
-        waiting = asyncio.create_task(client.result(job, timeout=60))
         await worker.append([token(delivery, 0), token(delivery, 1)])
-        await asyncio.sleep(0.2)
+        async with queue.followed():
+            reading = asyncio.create_task(collect(client, job))
+            waiting = asyncio.create_task(client.result(job, timeout=60))
         await asyncio.to_thread(server.restart, keep=False)
-        await asyncio.sleep(0.5)
+        await until(lambda: database.asked >= 4)
         assert not reading.done()
         database.result = end_of(delivery, 6).result
         assert_chunks(await reading, 6)
@@ -312,8 +316,8 @@ async def test_a_stream_of_checkpoints_yields_every_token(
     (delivery,) = await worker.claim(1)
     async with AsyncClient(redis_url, queue=QUEUE, options=OPTIONS) as client:
         stream = client.stream(job, timeout=60)
-        first = asyncio.create_task(anext(stream))
-        await asyncio.sleep(0.05)
+        async with queue.followed():
+            first = asyncio.create_task(anext(stream))
         item = token(delivery, 0, 8)
         await worker.append([msgspec.structs.replace(item, checkpoint=True)])
         received = [await first]

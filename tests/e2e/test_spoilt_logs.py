@@ -45,15 +45,20 @@ async def run_ahead_to_the_end_of_all_ids(redis: Any, log: str) -> None:
 
 
 async def take_the_next_place(redis: Any, log: str) -> None:
-    ((last, _),) = await redis.xrevrange(log, count=1)
-    await redis.xadd(log, {"chunk": ""}, id=f"{int(last.partition(b'-')[0]) + 1}-0")
+    await add_behind_the_last(redis, log, "", lambda last: f"{last + 1}-0")
 
 
 async def squeeze_in(redis: Any, log: str) -> None:
+    await add_behind_the_last(redis, log, "?", lambda last: f"{last}-1")
+
+
+async def add_behind_the_last(
+    redis: Any, log: str, chunk: str, place: Callable[[int], str]
+) -> None:
     for _ in range(100):  # the worker may append between the two commands
         ((last, _),) = await redis.xrevrange(log, count=1)
         with contextlib.suppress(ResponseError):
-            await redis.xadd(log, {"chunk": "?"}, id=f"{last.partition(b'-')[0].decode()}-1")
+            await redis.xadd(log, {"chunk": chunk}, id=place(int(last.partition(b"-")[0])))
             return
     raise AssertionError("the worker was always faster")
 

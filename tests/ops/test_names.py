@@ -44,6 +44,21 @@ def test_a_personification_in_a_test_is_found() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["test_it_ends", "test_what_is_refused", "test_one_of_theirs", "test_times_that_are_none"],
+)
+def test_a_test_name_without_a_subject_is_found(name: str) -> None:
+    assert list(names.problems({"tests/x.py": f"def {name}(): ..."})) == [
+        f"tests/x.py:1: {name} has no subject: name subject, condition and result"
+    ]
+
+
+def test_a_test_name_with_a_pronoun_behind_its_subject_is_accepted() -> None:
+    text = "def test_a_disk_refuses_writes_until_it_is_freed(): ...\n\nit_ends = what_is = 1"
+    assert not list(names.problems({"tests/x.py": text}))
+
+
 def test_other_words_and_exceptions_are_accepted() -> None:
     assert not list(names.problems({"worker/x.py": "airplane = handsome = 1"}))
     assert not list(names.problems({"worker/x.py": "step.straight = Stage().hand_in()"}))

@@ -2,7 +2,6 @@
 job's end.
 """
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 
@@ -20,9 +19,9 @@ FOR_EVER = -1  # what the server answers for a key without a time to live
 
 @pytest.fixture
 async def hasty(redis_url: str) -> AsyncIterator[AsyncClient]:
-    """Yield a client whose idempotency keys last 0.01 s, which the server rounds up to 1 s."""
+    """Yield a client whose idempotency keys last for a minute after a job's end."""
     async with AsyncClient(
-        redis_url, queue=QUEUE, options=ClientOptions(idempotency_ttl_s=0.01)
+        redis_url, queue=QUEUE, options=ClientOptions(idempotency_ttl_s=60)
     ) as client:
         yield client
 
@@ -33,15 +32,14 @@ async def remembered_ms(queue: Queue, key: str = "k") -> int:
 
 async def test_a_key_is_kept_while_its_job_waits_or_runs(queue: Queue, hasty: AsyncClient) -> None:
     first = await hasty.submit(prompt="x", idempotency_key="k")
-    await asyncio.sleep(0.05)
+    assert await remembered_ms(queue) == FOR_EVER
     assert await hasty.submit(prompt="x", idempotency_key="k") == first, "it waits"
     worker = queue.worker()
     (delivery,) = await worker.claim(1)
-    await asyncio.sleep(0.05)
     assert await hasty.submit(prompt="x", idempotency_key="k") == first, "it runs"
     assert await remembered_ms(queue) == FOR_EVER
     await worker.finish([end_of(delivery)])
-    assert 0 < await remembered_ms(queue) <= 1_000
+    assert 0 < await remembered_ms(queue) <= 60_000
     assert await hasty.submit(prompt="x", idempotency_key="k") == first, "it is just over"
 
 
@@ -74,7 +72,7 @@ async def test_the_key_of_a_job_cancelled_while_waiting_expires_after_its_record
     worker = queue.worker()
     (delivery,) = await worker.claim(1)
     await worker.finish([end_of(delivery, status=JobStatus.CANCELLED)])
-    assert 0 < await remembered_ms(queue) <= 1_000
+    assert 0 < await remembered_ms(queue) <= 60_000
 
 
 async def test_the_key_of_a_dead_job_is_kept_while_the_job_may_be_redriven(
@@ -90,7 +88,7 @@ async def test_the_key_of_a_dead_job_is_kept_while_the_job_may_be_redriven(
     assert await hasty.submit(prompt="x", idempotency_key="k") == job
     (again,) = await worker.claim(1)
     await worker.finish([end_of(again)])
-    assert 0 < await remembered_ms(queue) <= 1_000
+    assert 0 < await remembered_ms(queue) <= 60_000
 
 
 async def test_a_key_is_kept_for_the_producer_s_time_or_the_queue_s(

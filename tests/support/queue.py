@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from tests.support.waiting import until
 from tokenmill import AsyncClient
 from tokenmill.transport.connect import connect_async
 from tokenmill_schemas.chunk import Chunk
@@ -52,6 +55,21 @@ class Queue:
         await self.redis.flushall()
         for name, (ttl_ms, value) in held.items():
             await self.redis.restore(name, ttl_ms, value)
+
+    @asynccontextmanager
+    async def followed(self, readers: int = 1) -> AsyncIterator[None]:
+        """Wait at the end for readers that begin inside: each subscribes, then reads the log."""
+        before = await self._log_reads()
+        yield
+
+        async def have_read() -> bool:
+            return await self._log_reads() >= before + readers
+
+        await until(have_read)
+
+    async def _log_reads(self) -> int:
+        found: Any = await self.redis.info("commandstats")
+        return int(found.get("cmdstat_xrange", {}).get("calls", 0))
 
     async def pass_deadline(self, job_id: str) -> None:
         """Move the job's deadline into the past, so that no test waits for a clock."""

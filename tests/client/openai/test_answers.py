@@ -27,7 +27,7 @@ def with_choice(**changes: Any) -> JobResult:
     return msgspec.structs.replace(JOB, choices=(choice,))
 
 
-def test_a_chats_answer_is_one_of_theirs() -> None:
+def test_a_chat_answer_is_read_by_openai_s_chat_type() -> None:
     received = TheirChat.model_validate(body(JOB), strict=True)
     assert (received.model, received.created) == ("m", 1_700_000_000)
     assert (received.choices[0].message.content, received.choices[0].finish_reason) == (
@@ -78,7 +78,7 @@ def test_tool_calls_are_read_by_openai_s_chat_type() -> None:
     ]
 
 
-def test_a_completions_answer_is_one_of_theirs() -> None:
+def test_a_completion_answer_is_read_by_openai_s_completion_type() -> None:
     received = TheirCompletion.model_validate(body(JOB, COMPLETIONS_URL), strict=True)
     assert received.choices[0].text == "Hi ☁"
     assert received.choices[0].logprobs is not None

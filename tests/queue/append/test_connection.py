@@ -12,6 +12,7 @@ from redis.exceptions import ResponseError
 from tests.support.queue import Queue, token
 from tests.support.topologies import SentinelGroup
 from tests.support.valkey import ControlledValkey
+from tests.support.waiting import until
 from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect_async
 from tokenmill.transport.scripts import Script
 from tokenmill_worker.queue.append import PipelinedConnection
@@ -48,6 +49,10 @@ async def held_on(
         yield line
 
 
+def num_pending(line: PipelinedConnection) -> int:
+    return 0 if line._current is None else len(line._current._pending)
+
+
 async def num_clients(client: Any) -> int:
     return len([entry for entry in await client.client_list() if entry["cmd"] != "client|list"])
 
@@ -81,7 +86,7 @@ async def test_a_connection_cut_while_idle_is_replaced(redis_url: str) -> None:
     async with held(redis_url) as (line, client):
         await line.call(ECHO, KEY, "a")
         await client.client_kill_filter(_type="normal", skipme=True)
-        await asyncio.sleep(0.1)  # in which it is noticed
+        await until(lambda: line._current is not None and line._current.is_over)
         assert await line.call(ECHO, KEY, "b") == b"b"
 
 
@@ -92,7 +97,7 @@ async def test_a_connection_cut_during_calls_fails_them(
     async with held_on(server) as line:
         server.freeze()
         calls = [asyncio.create_task(line.call(ECHO, KEY, str(number))) for number in range(3)]
-        await asyncio.sleep(0.05)
+        await until(lambda: num_pending(line) == 3)
         server.restart(crash=True)
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(outcome, SERVER_TROUBLE)
@@ -104,15 +109,15 @@ async def test_the_late_reply_of_an_abandoned_call_is_dropped(
 ) -> None:
     """A late reply is dropped, after a cancelled call as after one that took too long."""
     server = make_valkey(persistent=False)
-    async with held_on(server, timeout_s=0.3) as line:
+    async with held_on(server, timeout_s=2.0) as line:
         server.freeze()
         cancelled = asyncio.create_task(line.call(ECHO, KEY, "b"))
-        await asyncio.sleep(0.05)
+        await until(lambda: num_pending(line) == 1)
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
         later = asyncio.create_task(line.call(ECHO, KEY, "c"))
-        await asyncio.sleep(0.05)
+        await until(lambda: num_pending(line) == 2)
         server.thaw()
         assert await later == b"c"
         server.freeze()
@@ -136,16 +141,17 @@ async def test_a_push_message_is_not_taken_for_a_reply(redis_url: str) -> None:
 async def test_a_call_s_timeout_counts_from_its_own_start(
     make_valkey: Callable[..., ControlledValkey],
 ) -> None:
-    """The timer was set by an earlier one."""
-    server = make_valkey(persistent=False)
-    async with held_on(server, timeout_s=0.4) as line:
-        await asyncio.sleep(0.3)
+    """A timer that an earlier call has set fires during it, and while no call is under way."""
+    server, limit_s = make_valkey(persistent=False), 60.0
+    async with held_on(server, limit_s) as line:
+        assert line._current is not None
         server.freeze()
         late = asyncio.create_task(line.call(ECHO, KEY, "b"))
-        await asyncio.sleep(0.25)
+        await until(lambda: num_pending(line) == 1)
+        line._current._on_timeout(limit_s)
         server.thaw()
         assert await late == b"b"
-        await asyncio.sleep(0.5)  # no call is under way when it fires
+        line._current._on_timeout(limit_s)
         assert await line.call(ECHO, KEY, "c") == b"c"
 
 
