@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.queue import Queue
 from tokenmill_schemas.control import WorkerStatus
+from tokenmill_worker.jobs import Delivery
 from tokenmill_worker.queue.job_stream import JobStream
 
 pytestmark = pytest.mark.redis
@@ -66,7 +67,7 @@ async def test_a_worker_that_does_not_return_from_an_outage_is_swept_a_lease_lat
     first, gone = await hold_two_each(queue, "w1", "w2")
     lost = set(gone.owned)
     await let_pass(queue, 2 * LEASE_S)
-    found = []
+    found: list[Delivery] = []
     for _ in range(6):
         assert await beat(first) == ()
         assert found == []
