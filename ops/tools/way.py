@@ -84,7 +84,7 @@ def measure(redis_url: str, database_url: str) -> list[Path]:
     """
     options = {
         "redis-url": redis_url, "database-url": database_url, "queue": QUEUE,
-        "model": "synthetic", "num-blocks": 64,
+        "model": "synthetic",
         "lease-seconds": 60,  # no heartbeat while the job runs
     }  # fmt: skip
     flags = [word for key, value in options.items() for word in (f"--{key}", str(value))]
