@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from redis.exceptions import ResponseError
 
+from tests.support.waiting import until
 from tests.support.worker import client_of, database_url, running_worker
 from tokenmill import AsyncClient
 from tokenmill.transport.connect import connect_async
@@ -55,12 +56,16 @@ async def squeeze_in(redis: Any, log: str) -> None:
 async def add_behind_the_last(
     redis: Any, log: str, chunk: str, place: Callable[[int], str]
 ) -> None:
-    for _ in range(100):  # the worker may append between the two commands
-        ((last, _),) = await redis.xrevrange(log, count=1)
+    """The worker may append between the two commands, or may be about to make the log again."""
+
+    async def is_added() -> bool:
         with contextlib.suppress(ResponseError):
-            await redis.xadd(log, {"chunk": chunk}, id=place(int(last.partition(b"-")[0])))
-            return
-    raise AssertionError("the worker was always faster")
+            for last, _ in await redis.xrevrange(log, count=1):
+                await redis.xadd(log, {"chunk": chunk}, id=place(int(last.partition(b"-")[0])))
+                return True
+        return False
+
+    await until(is_added, pause_s=0.001)
 
 
 SPOILS = [
