@@ -1,7 +1,7 @@
 """Generates parts of the guides from the code.
 
 These are ops/guides/settings.md, the tables and bytes between the markers of
-ops/guides/protocol.md, and the table of engines in ops/guides/features.md.
+ops/guides/protocol.md, and the tables of engines in features.md and engine-protocol.md.
 
     python -m ops.tools.reference            # write them
     python -m ops.tools.reference --check    # report whether they are up to date, as a test does
@@ -10,7 +10,6 @@ It covers settings, structs, keys, limits and engines. Every other word of the g
 hand.
 """
 
-import inspect
 import json
 import re
 import sys
@@ -23,7 +22,8 @@ import msgspec
 from msgspec import inspect as shapes
 from pydantic.fields import FieldInfo
 
-from ops.tools import reference_bytes
+from ops.tools import reference_bytes, reference_engines
+from ops.tools.reference_engines import meanings_of
 from tokenmill_schemas import (
     chat_validation,
     keys,
@@ -51,8 +51,6 @@ from tokenmill_schemas.result import (
     ToolCallDelta,
     Usage,
 )
-from tokenmill_worker.contract.capabilities import STRUCTURED, Capabilities
-from tokenmill_worker.engines import KINDS, kind_named
 from tokenmill_worker.settings import ENGINE_FIELDS, PREFIX, Settings
 from tokenmill_worker.settings.flags import panel_of
 
@@ -137,7 +135,7 @@ def _setting_type(field: FieldInfo) -> str:
 
 def struct_table(struct: type[msgspec.Struct]) -> str:
     lines = ["| field | type | if left out | |", "|---|---|---|---|"]
-    meanings = _meanings(struct)
+    meanings = meanings_of(struct)
     info = shapes.type_info(struct)
     assert isinstance(info, shapes.StructType)
     if info.tag_field is not None:
@@ -147,12 +145,6 @@ def struct_table(struct: type[msgspec.Struct]) -> str:
         meaning = _cell(meanings.get(field.name, ""))
         lines.append(f"| `{field.encode_name}` | {shape(field.type)} | {default} | {meaning} |")
     return "\n".join(lines)
-
-
-def _meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the comment behind each field that has one."""
-    found = re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(struct), re.MULTILINE)
-    return dict(found)
 
 
 def _default(field: shapes.Field) -> str:
@@ -252,30 +244,17 @@ PROTOCOL: dict[str, Callable[[], str]] = {
 }
 
 
-# ── features.md ──
+# ── the pages ──
 
 
-def kinds_table() -> str:
-    """Return what each kind of engine can do: a row an ability, a column a kind."""
-    columns = [_abilities(kind_named(kind).capabilities) for kind in KINDS]
-    meanings = _meanings(Capabilities)
-    lines = [f"| ability | | {' | '.join(KINDS)} |", "|---" * (2 + len(KINDS)) + "|"]
-    for name in columns[0]:
-        meaning = meanings["structured" if "." in name else name]
-        cells = [f"`{name}`", _cell(meaning), *(column[name] or "–" for column in columns)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _abilities(found: Capabilities) -> dict[str, str]:
-    words, fields = set(found.words()), msgspec.structs.asdict(found)
-    names = [f"response_format.{form}" for form in STRUCTURED]
-    names += [name for name, value in fields.items() if isinstance(value, bool)]
-    cells = {name: "yes" if name in words else "" for name in names}
-    return cells | {"media": ", ".join(found.media), "limits": ", ".join(found.words_of_limits())}
-
-
-SECTIONS = {"protocol.md": PROTOCOL, "features.md": {"kinds of engine": kinds_table}}
+SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
+    "protocol.md": PROTOCOL,
+    "features.md": {"kinds of engine": reference_engines.kinds_table},
+    "engine-protocol.md": {
+        struct.__name__: lambda struct=struct: struct_table(struct)  # type: ignore[misc]
+        for struct in reference_engines.STRUCTS
+    },
+}
 
 
 def filled(page: str, text: str) -> str:

@@ -86,6 +86,7 @@ NOT_RUN = {
     ("deployment.md", "masteruser replica"): "lines of redis.conf; tests/e2e/test_acl.py has them",
     ("deployment.md", "sentinel monitor main"): "lines of Sentinel's file; as above",
     ("performance.md", "ops/bench engine"): "takes an hour, and needs vLLM",
+    ("vllm.md", "python3 -m venv /opt/vllm"): "needs eight GPUs; test_requests.py runs vLLM",
     ("quickstart.md", "ops/setup demo"): "downloads 3 GB; `dev` runs until it is stopped",
     ("quickstart.md", "python -m ops.examples.fastapi_app"): "a server; tests/examples start it",
     ("quickstart.md", "tokenmill dev --model"): "needs a model of the reader's",

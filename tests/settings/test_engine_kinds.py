@@ -29,7 +29,8 @@ def test_the_engine_is_the_named_one_or_follows_from_the_model(given, kind):
 
 
 def test_an_engine_that_does_not_exist_is_refused_with_those_that_do():
-    assert problems_of(engine="vllm") == ["--engine must be 'own' or 'synthetic', not 'vllm'"]
+    words = "--engine must be 'own', 'synthetic' or 'vllm', not 'sglang'"
+    assert problems_of(engine="sglang") == [words]
 
 
 def test_an_engine_that_contradicts_the_model_is_refused_with_one_sentence():

@@ -22,7 +22,7 @@ def read_names() -> set[str]:
     """Return attributes read from names like settings or config, or from `self` in both classes."""
     found: set[str] = set()
     for path in sorted((ROOT / "worker").rglob("*.py")):
-        own = path.name in ("fields.py", "engine_config.py")
+        own = path.name in ("fields.py", "engine_config.py", "config.py")
         found |= set(_attributes(ast.parse(path.read_text("utf-8")), with_self=own))
     return found
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -193,3 +194,23 @@ def test_an_engine_process_whose_worker_is_gone_ends_without_output() -> None:
             command, pass_fds=[theirs.fileno()], capture_output=True, timeout=60, check=False
         )
     assert (done.returncode, done.stderr) == (PARENT_GONE, b"")
+
+
+@pytest.mark.parametrize("python", ["/no/python", "/etc/passwd"])
+async def test_an_engine_python_that_cannot_be_run_is_named(python: str) -> None:
+    host = EngineProcess(START, python=python)
+    with pytest.raises(EngineDied, match=f"{python} cannot be run: ") as death:
+        await host.start()
+    assert (death.value.at_start, death.value.may_pass) == (True, False)
+    await host.kill()
+
+
+async def test_an_engine_python_without_tokenmill_is_named_with_the_repair(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # no installed packages
+    python.chmod(0o755)
+    host = EngineProcess(START, python=str(python))
+    with pytest.raises(EngineDied, match=r"python -m pip install tokenmill") as death:
+        await host.start()
+    assert (death.value.at_start, death.value.may_pass) == (True, False)
+    await host.kill()

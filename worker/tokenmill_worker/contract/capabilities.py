@@ -28,6 +28,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     adapters: bool = False  # LoRA adapters, by `lora` or as the model
     exact_resume: bool = False  # an answer drawn by a seed has the same tokens across workers
     media: tuple[str, ...] = ()  # media in a prompt, such as pictures
+    unavailable: tuple[str, ...] = ()  # parameters that no request may name
     limits: dict[str, tuple[float, float]] = {}  # parameters with narrower bounds
 
     def words(self) -> list[str]:
@@ -59,6 +60,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             "lora": bool(params.lora) and not self.adapters,
         }
         lacking += [name for name, is_lacking in asked.items() if is_lacking]
+        neutral = SamplingParams()
+        lacking += [
+            name for name in self.unavailable if getattr(params, name) != getattr(neutral, name)
+        ]
         found = [f"{name} is not available on the engine of this queue" for name in lacking]
         for name, (least, most) in self.limits.items():
             value = getattr(params, name)

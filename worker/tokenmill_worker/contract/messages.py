@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_schemas.release import BASE
 from tokenmill_worker.contract.capabilities import Capabilities
 from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent
 from tokenmill_worker.contract.requests import GenerationRequest
@@ -23,11 +24,19 @@ class FrameError(ValueError):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """The first frame to an engine process: which engine it is, and that engine's settings."""
+    """The first frame to an engine process: which engine it is, and that engine's settings.
 
-    engine: str
-    settings: dict[str, Any]
+    `version` is tokenmill's: an engine may have an environment of its own, with another one.
+    """
+
+    engine: str  # its kind
+    settings: dict[str, Any]  # those of its kind
     cache_dir: str | None = None  # keeps converted models and compiled kernels
+    version: str = BASE  # of tokenmill
+
+
+class _Version(msgspec.Struct, frozen=True):
+    version: str = BASE
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -36,8 +45,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 class CancelRequest(msgspec.Struct, frozen=True, tag="cancel"):
     request_id: str
-    reason: FinishReason
-    choice: int | None = None
+    reason: FinishReason  # of its end
+    choice: int | None = None  # None: all of them
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -50,16 +59,16 @@ Command = Submit | CancelRequest | Stop
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """First report after loading: the engine is ready."""
 
-    model: str
-    max_model_len: int
-    max_num_seqs: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    model_path: str
+    model: str  # as the settings name it
+    max_model_len: int  # longest prompt and answer together, in tokens
+    max_num_seqs: int  # choices that run at once
+    vocab_size: int  # ids are below it
+    eos_token_ids: tuple[int, ...]  # end an answer
+    model_path: str  # folder of the tokenizer
     description: str  # one line for the log: device, dtype, attention backend, blocks
-    capacity: Capacity
+    capacity: Capacity  # now
     sampling_defaults: SamplingParams = SamplingParams()  # of requests that name none
-    capabilities: Capabilities = Capabilities()
+    capabilities: Capabilities = Capabilities()  # what requests may ask for
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
@@ -69,9 +78,9 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
     cumulative, so the next ones cover those steps.
     """
 
-    events: tuple[TokenEvent, ...]
-    capacity: Capacity
-    stats: EngineStats | None = None
+    events: tuple[TokenEvent, ...]  # in order; one per choice at most
+    capacity: Capacity  # after the step
+    stats: EngineStats | None = None  # since the start
     ended_s: float = 0.0  # when the step ended, on the machine's monotonic clock
 
 
@@ -82,40 +91,47 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     memory, which another start may have.
     """
 
-    message: str
-    at_start: bool = False
-    any_step: bool = False
-    may_pass: bool = False
+    message: str  # one sentence
+    at_start: bool = False  # it never became ready
+    any_step: bool = False  # no request is the cause
+    may_pass: bool = False  # another start may succeed
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="load_progress"):
     """Progress of loading: the current stage, and its fraction (0–1)."""
 
-    message: str
-    fraction: float
+    message: str  # the stage
+    fraction: float  # 0 to 1
 
 
 class Logged(msgspec.Struct, frozen=True, tag="logged"):
     """A log record of the engine process, to be written to the worker's log."""
 
-    level: int
+    level: int  # as in Python's logging
     logger: str
     message: str
 
 
 Report = Ready | Frame | EngineFailed | LoadProgress | Logged
 
+_version_decoder: Final[msgspec.msgpack.Decoder[_Version]] = msgspec.msgpack.Decoder(_Version)
 _start_decoder: Final[msgspec.msgpack.Decoder[Start]] = msgspec.msgpack.Decoder(Start)
 _command_decoder: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Command)
 _report_decoder: Final[msgspec.msgpack.Decoder[Report]] = msgspec.msgpack.Decoder(Report)
 
 
 def read_start(data: bytes) -> Start:
-    """Decode the first frame. Raises FrameError."""
+    """Decode the first frame. Raises FrameError, also for one of another version."""
     try:
-        return _start_decoder.decode(data)
+        version = _version_decoder.decode(data).version
+        if version == BASE:
+            return _start_decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError(f"the settings cannot be decoded: {error}") from error
+    raise FrameError(
+        f"the engine's environment has tokenmill {BASE}, the worker is tokenmill {version}: "
+        f"install {version} there"
+    )
 
 
 def read_command(data: bytes) -> Command:

@@ -14,7 +14,7 @@ from typing import Final, Literal, get_args
 from tokenmill_worker.contract.engine_kind import EngineKind
 from tokenmill_worker.contract.messages import Mailbox, Report, Start
 
-Kind = Literal["own", "synthetic"]
+Kind = Literal["own", "synthetic", "vllm"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 Serve = Callable[[Start, Mailbox, Callable[[Report], None]], int]

@@ -172,9 +172,6 @@ class Settings(_EngineFields):
     retain_usage_days: Days = Field(
         0.0, ge=0, description="how long usage of single jobs stays (not sums by day); 0: for ever"
     )
-    retain_webhook_days: Days = Field(
-        30.0, ge=0, description="how long delivered and dead webhooks stay; 0: for ever"
-    )
     # watching
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="debug, info, warning, error"
@@ -196,8 +193,11 @@ class Settings(_EngineFields):
     )
     engine: Kind | None = Field(
         None,
-        description="own, or synthetic for tests: it has no weights and answers with noise "
+        description="own, vllm, or synthetic for tests: it has no weights and answers with noise "
         "(default: by the model's name)",
+    )
+    engine_python: str = Field(
+        "", description="Python of the engine's own environment (default: the worker's)"
     )
 
     @field_validator("*", mode="before")

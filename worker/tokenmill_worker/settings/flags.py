@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from tokenmill_worker.engines import KINDS
 from tokenmill_worker.settings.fields import ENGINE_FIELDS, PREFIX, Settings
 
 _TASKS = ("tasks_", "webhook_", "retain_")
+REPEATED = "engine_arg"  # may be given several times
 _TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 Command = Callable[[dict[str, object]], None]
 
@@ -64,7 +66,8 @@ def with_settings(
     """
 
     def run(**flags: object) -> None:
-        command({name: value for name, value in flags.items() if value is not None})
+        given = {name: _joined(value) for name, value in flags.items() if value is not None}
+        command({name: value for name, value in given.items() if value != ""})
 
     fields = {
         name: field for name, field in Settings.model_fields.items() if name not in ENGINE_FIELDS
@@ -86,6 +89,11 @@ def with_settings(
     return run
 
 
+def _joined(value: object) -> object:
+    """Return the values of a flag that is given several times as one text."""
+    return shlex.join(value) if isinstance(value, list) else value
+
+
 def _own(name: str, words: str) -> Any:
     return Annotated[str | None, typer.Option(f"--{name}", metavar="TEXT", help=words)]
 
@@ -95,6 +103,9 @@ def _annotation(name: str, field: FieldInfo) -> Any:
     words = field.description or ""
     text = _capitalised(words) + _default(field, words)
     common: dict[str, Any] = {"help": text, "rich_help_panel": panel_of(name)}
+    if name == REPEATED:
+        option = typer.Option(f"--{flag}", metavar="NAME=VALUE", **common)
+        return Annotated[list[str] | None, option]
     if bool in _kinds(field):
         return Annotated[bool | None, typer.Option(f"--{flag}/--no-{flag}", **common)]
     return Annotated[str | None, typer.Option(f"--{flag}", metavar=_metavar(field), **common)]

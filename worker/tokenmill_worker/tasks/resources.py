@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from functools import cached_property
+from typing import Final
 
 import redis
 from sqlalchemy import Engine
@@ -21,6 +22,8 @@ from tokenmill_worker.tasks.usage_rollup import RollUp
 from tokenmill_worker.tasks.webhooks.delivery import WebhookDelivery
 from tokenmill_worker.tasks.webhooks.http_sender import Sender
 from tokenmill_worker.tasks.webhooks.outbox import Outbox, OutboxBacklog
+
+WEBHOOK_DAYS: Final = 30.0  # delivered and dead webhooks stay for so long
 
 
 class QueueTime:
@@ -87,7 +90,7 @@ class TaskResources:
             payload_days=settings.retain_payload_days,
             job_days=settings.retain_job_days,
             usage_days=settings.retain_usage_days,
-            webhook_days=settings.retain_webhook_days,
+            webhook_days=WEBHOOK_DAYS,
         )
         return Retention(self.engine, limits, self.roll_up, self.time)
 

@@ -200,10 +200,6 @@ def test_wrong_adapter_settings_are_refused() -> None:
             EngineConfig(model="m", adapters=wrong)
     with pytest.raises(EngineConfigError, match="tensor_parallel"):
         EngineConfig(model="m", adapters="a=/x", tensor_parallel=True)
-    with pytest.raises(
-        EngineConfigError, match=r"max_cached_loras \(3\) must be at least max_loras \(4\)"
-    ):
-        EngineConfig(model="m", max_cached_loras=3)
 
 
 def test_a_wrong_number_of_rows_at_a_layer_is_an_error() -> None:

@@ -16,8 +16,10 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, MutableMapping
+from typing import NoReturn
 
 from tokenmill_worker.contract.messages import (
+    EngineFailed,
     FrameError,
     Logged,
     Mailbox,
@@ -28,7 +30,7 @@ from tokenmill_worker.contract.messages import (
 from tokenmill_worker.engines import serve_of
 from tokenmill_worker.engines.process.socket_frames import LENGTH_BYTES, FrameWriter
 
-PARENT_GONE = 3  # exit status
+PARENT_GONE, WRONG_FRAME = 3, 4  # exit statuses
 
 
 def main(descriptor: int) -> int:
@@ -45,21 +47,33 @@ def main(descriptor: int) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     connection = socket.socket(fileno=descriptor)
     connection.setblocking(True)
+    reports = FrameWriter(connection, on_broken=_end_group)
     try:
         start = read_start(_receive(connection))
     except (EOFError, OSError):
+        reports.close()
         return PARENT_GONE  # it ended before it sent the settings
+    except FrameError as error:
+        reports.put(EngineFailed(str(error), at_start=True))
+        reports.close()
+        return WRONG_FRAME
     mailbox = Mailbox()
     threading.Thread(
         target=_read_commands, args=(connection, mailbox), name="commands", daemon=True
     ).start()
-    reports = FrameWriter(connection, on_broken=lambda: os._exit(PARENT_GONE))
     logging.getLogger().addHandler(_LogForwarder(reports.put))
     logging.captureWarnings(True)
     try:
         return serve_of(start.engine)(start, mailbox, reports.put)
     finally:
         reports.close()
+
+
+def _end_group() -> NoReturn:
+    """End at once, with every process that the engine has started."""
+    if os.getpgrp() == os.getpid():  # as the worker starts it
+        os.killpg(0, signal.SIGKILL)
+    os._exit(PARENT_GONE)
 
 
 def set_allocator(environment: MutableMapping[str, str]) -> None:
@@ -115,10 +129,10 @@ def _read_commands(connection: socket.socket, mailbox: Mailbox) -> None:
         while arrivals.poll():
             mailbox.put(read_command(_receive(connection)))
     except (EOFError, OSError):
-        os._exit(PARENT_GONE)  # the result of the running step has no receiver
+        _end_group()  # the result of the running step has no receiver
     except FrameError as error:
         os.write(2, f"the engine process ends: {error}\n".encode())
-        os._exit(4)
+        os._exit(WRONG_FRAME)
 
 
 if __name__ == "__main__":

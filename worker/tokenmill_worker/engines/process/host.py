@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -127,9 +128,12 @@ class _Reports:
                     may_pass = report.may_pass and self._is_alone
                     raise EngineDied(report.message, at_start=True, may_pass=may_pass)
                 case _:
-                    words = await manner_of(self._process)
-                    words = f"the engine process ended{words} before it was ready"
-                    raise EngineDied(words, at_start=True, may_pass=self._is_alone)
+                    raise await self._ended_early()
+
+    async def _ended_early(self) -> EngineDied:
+        words = await manner_of(self._process)
+        words = f"the engine process ended{words} before it was ready"
+        return EngineDied(words, at_start=True, may_pass=self._is_alone)
 
     def _look_again(self, stall_s: float, silent_s: float) -> None:
         """Schedule the next check for silence.
@@ -186,14 +190,21 @@ def _as_one(frames: list[Frame]) -> Frame:
 class EngineProcess(_Reports):
     """An engine in a process of its own, which lives from `start` to `stop` or `kill`.
 
-    `start` is its first frame. Without `is_alone` it is a rank of a group, which would have to
-    start anew with it.
+    `start` is its first frame, `python` the interpreter of its environment, if that is not the
+    worker's. It leads a process group, which ends with it. Without `is_alone` it is a rank of a
+    group, which would have to start anew with it.
     """
 
     def __init__(
-        self, start: Start, stall_s: float | None = None, *, is_alone: bool = True
+        self,
+        start: Start,
+        stall_s: float | None = None,
+        *,
+        python: str = "",
+        is_alone: bool = True,
     ) -> None:
         super().__init__(stall_s)
+        self._python = python or sys.executable
         self._first_frame = start
         self._is_alone = is_alone
         self._frames: FrameReader | None = None
@@ -209,17 +220,30 @@ class EngineProcess(_Reports):
             _, self._frames = await loop.create_unix_connection(
                 lambda: FrameReader(self._take_in), sock=ours
             )
-            with _ending_signals_blocked():
-                self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", CHILD_MODULE, str(theirs.fileno()),
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # the worker, not the engine, handles Ctrl-C
-                )  # fmt: skip
+            try:
+                with _ending_signals_blocked():
+                    self._process = await asyncio.create_subprocess_exec(
+                        self._python, "-m", CHILD_MODULE, str(theirs.fileno()),
+                        pass_fds=[theirs.fileno()],
+                        start_new_session=True,  # the worker, not the engine, handles Ctrl-C
+                    )  # fmt: skip
+            except OSError as error:
+                self._frames.close()
+                words = f"{self._python} cannot be run: {error.strerror}"
+                raise EngineDied(words, at_start=True) from error
         if self._stopping:  # stop() ran while the process was created and could not end it
             await self._end(limit_s=0.0)
             raise EngineDied("the engine was stopped while it started", at_start=True)
         self._write(_encoder.encode(self._first_frame))
         return await self._wait_ready(on_progress)
+
+    async def _ended_early(self) -> EngineDied:
+        death = await super()._ended_early()
+        has_said_nothing = self._process is not None and self._process.returncode == 1
+        if has_said_nothing and self._python != sys.executable:
+            words = f"{death}; is tokenmill missing there? {self._python} -m pip install tokenmill"
+            return EngineDied(words, at_start=True)
+        return death
 
     def _send(self, command: Command) -> None:
         self._write(_encoder.encode(command))
@@ -253,10 +277,9 @@ class EngineProcess(_Reports):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(limit_s):
                     await process.wait()
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+            with contextlib.suppress(ProcessLookupError):  # no process of the group is left
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
         if self._frames is not None:
             self._frames.close()
             await self._frames.ended.wait()

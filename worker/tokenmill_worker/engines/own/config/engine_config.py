@@ -12,9 +12,9 @@ from typing import ClassVar, Literal
 
 from tokenmill_worker.contract.engine_kind import EngineConfigError
 from tokenmill_worker.contract.name_table import read_table
+from tokenmill_worker.contract.setting_fields import choices, direct_value, setting
 from tokenmill_worker.engines.own.config.machine import total_memory
 from tokenmill_worker.engines.own.config.prefill_limits import PrefillLimits
-from tokenmill_worker.engines.own.config.setting_fields import choices, direct_value, setting
 from tokenmill_worker.engines.own.types import SchedulingPolicy
 
 GIB = 1 << 30
@@ -131,9 +131,8 @@ class EngineConfig:
     # adapters
     adapters: str = setting("", "LoRA adapters that jobs may name, as name=folder,name=folder")
     max_loras: int = setting(4, "most different adapters in one step", minimum=1)
-    max_cached_loras: int = setting(
-        16, "most adapters kept in memory; the least recently used is dropped"
-    )
+    # adapters in memory, max_loras of them at least; the least recently used is dropped
+    max_cached_loras: int = direct_value(16)
     # speed
     fuse: bool = direct_value(True)  # replace well-known layers by fused ones
     # keep weights in memory in the precision of their file, with float32 results (CPU)
@@ -220,11 +219,6 @@ class EngineConfig:
             or self.bulk_slowdown is None,
             f"bulk_slowdown ({self.bulk_slowdown}) needs enable_chunked_prefill, because it cuts "
             "bulk prompts: set it to none",
-        )
-        require(
-            self.max_cached_loras >= self.max_loras,
-            f"max_cached_loras ({self.max_cached_loras}) must be at least "
-            f"max_loras ({self.max_loras})",
         )
         require(
             not (self.draft_model and self.async_batching),

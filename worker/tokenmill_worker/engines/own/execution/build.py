@@ -194,9 +194,8 @@ def _adapters(
     if not folders:
         return None
     num_slots = config.max_loras if config.cuda_graphs else 0
-    adapters = Adapters(
-        loaded.model, folders, max_cached=config.max_cached_loras, num_slots=num_slots
-    )
+    most = max(config.max_cached_loras, config.max_loras)
+    adapters = Adapters(loaded.model, folders, max_cached=most, num_slots=num_slots)
     problems = adapters.check(report)
     if problems:
         raise EngineConfigError(problems)

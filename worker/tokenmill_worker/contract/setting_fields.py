@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 
 def setting(default: T, help_text: str, *, minimum: int | None = None) -> T:
-    """Return a field of EngineConfig.
+    """Return a field of the settings of an engine.
 
     Args:
         default: the value if none is given.
         help_text: the setting's line in `--help` and in the settings guide.
-        minimum: the smallest value allowed. None: no limit, or one in `EngineConfig.problems`.
+        minimum: the smallest value allowed. None: no limit, or one in the `problems` of the class.
     """
     return field(default=default, metadata={"help": help_text, "minimum": minimum})
 

@@ -1,0 +1,69 @@
+"""Tests of the settings and abilities of vLLM, which a worker reads without vLLM."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tokenmill_schemas.generation import SamplingParams
+from tokenmill_worker.contract.engine_kind import EngineConfigError
+from tokenmill_worker.engines.vllm.config import KIND, VllmConfig
+from tokenmill_worker.errors import SettingsError
+from tokenmill_worker.settings import load_settings
+
+
+def test_engine_arguments_are_named_values_with_spaces_between() -> None:
+    config = VllmConfig(
+        model="m", engine_arg='tensor-parallel-size=8 \'speculative-config={"method": "ngram"}\''
+    )
+    assert config.arguments() == {
+        "tensor-parallel-size": "8",
+        "speculative-config": '{"method": "ngram"}',
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("tensor-parallel-size", "must be NAME=VALUE, separated by spaces"),
+        ("=8", "must be NAME=VALUE"),
+        ("a=1 a=2", "names a twice"),
+        ("a='1", "No closing quotation"),
+    ],
+)
+def test_engine_arguments_that_cannot_be_read_are_refused(given: str, words: str) -> None:
+    with pytest.raises(EngineConfigError, match=words):
+        VllmConfig(model="m", engine_arg=given)
+
+
+def test_a_setting_of_our_engine_is_refused_by_name_beside_vllm() -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_settings({"engine": "vllm", "model": "/m", "quantization": "int8"})
+    assert any(
+        "--quantization is a setting of the engine own; this worker's engine is vllm" in line
+        for line in refused.value.problems
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (SamplingParams(temperature=3.0), "temperature must be between 0 and 2"),
+        (SamplingParams(presence_penalty=-3.0), "presence_penalty must be between -2 and 2"),
+        (SamplingParams(no_repeat_ngram_size=2), "no_repeat_ngram_size is not available"),
+        (SamplingParams(forced_bos_token_id=5), "forced_bos_token_id is not available"),
+    ],
+)
+def test_a_parameter_that_vllm_lacks_is_refused_by_name(params: SamplingParams, words: str) -> None:
+    (problem,) = KIND.capabilities.problems(params)
+    assert words in problem
+    assert not KIND.capabilities.problems(SamplingParams(temperature=1.0, suppress_tokens=(4,)))
+
+
+def test_a_worker_reads_the_kind_without_vllm_and_torch() -> None:
+    code = (
+        "import sys, tokenmill_worker.engines.vllm.config\n"
+        "print([name for name in ('vllm', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

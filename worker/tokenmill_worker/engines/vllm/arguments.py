@@ -1,0 +1,110 @@
+"""Makes vLLM's engine arguments from a worker's settings, and checks them before anything loads."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tokenmill_schemas.generation import LOGPROBS_MODES
+from tokenmill_worker.engines.vllm.config import MAX_LOGPROBS, VllmConfig
+
+TESTED: Final = ((0, 32), (0, 34))  # minor versions: from, below
+# arguments that follow from the worker's own settings, or on which the adapter depends
+OWNED: Final = {
+    "model": "--model",
+    "dtype": "--dtype",
+    "max_model_len": "--max-model-len",
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "enable_prefix_caching": "--prefix-cache",
+    "trust_remote_code": "--trust-remote-code",
+    "enable_lora": "--adapters",
+    "max_loras": "--max-loras",
+    "logprobs_mode": None,
+    "scheduling_policy": None,
+    "max_logprobs": None,
+    "disable_log_stats": None,
+    "enable_log_requests": None,
+    "skip_tokenizer_init": None,
+    "generation_config": None,
+}
+
+
+class ArgumentError(ValueError):
+    """An engine argument cannot be used; one sentence says why."""
+
+
+def check_version(version: str) -> None:
+    """Raises ArgumentError for a version of vLLM that is not tested."""
+    first, below = TESTED
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not first <= (int(found[1]), int(found[2])) < below:
+        raise ArgumentError(
+            f"vLLM {version} is not tested with this version of tokenmill: install one from "
+            f"{first[0]}.{first[1]} on, below {below[0]}.{below[1]}"
+        )
+
+
+def engine_args(settings: VllmConfig, folder: str) -> AsyncEngineArgs:
+    """Return vLLM's arguments. Raises ArgumentError for one that it does not have."""
+    args = _parsed(folder, settings.arguments())
+    chosen: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs or None,
+        "max_num_batched_tokens": settings.max_num_batched_tokens or None,
+        "enable_prefix_caching": settings.prefix_cache,
+        "trust_remote_code": settings.trust_remote_code,
+        "logprobs_mode": LOGPROBS_MODES[0],
+        "max_logprobs": MAX_LOGPROBS,
+        "scheduling_policy": "priority",
+        "disable_log_stats": True,  # the adapter's own logger has the figures
+        "enable_log_requests": False,
+    }
+    if settings.adapters:
+        chosen |= {"enable_lora": True, "max_loras": settings.max_loras}
+    for name, value in chosen.items():
+        if value is not None:
+            setattr(args, name, value)
+    return args
+
+
+def _parsed(folder: str, given: Mapping[str, str]) -> AsyncEngineArgs:
+    """Read the values as vLLM's own command line does."""
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    flags = {
+        flag.removeprefix("--").replace("-", "_"): (flag, action)
+        for action in parser._actions  # argparse has no public list of them
+        for flag in action.option_strings
+        if flag.startswith("--")
+    }
+    words = [f"--model={folder}"]
+    for name, value in given.items():
+        known = name.replace("-", "_")
+        if known in OWNED:
+            setting = OWNED[known]
+            instead = f"use {setting}" if setting else "the worker sets it"
+            raise ArgumentError(f"--engine-arg {name}: {instead}")
+        if known not in flags:
+            near = difflib.get_close_matches(known, flags, n=1)
+            hint = f"; is {near[0].replace('_', '-')} meant?" if near else ""
+            raise ArgumentError(f"--engine-arg {name}: vLLM has no such argument{hint}")
+        flag, action = flags[known]
+        if action.nargs != 0:
+            words.append(f"{flag}={value}")
+        elif value.lower() in ("true", "false"):
+            off = flag.replace("--", "--no-", 1)
+            words.append(flag if value.lower() == "true" else off)
+        else:
+            raise ArgumentError(f"--engine-arg {name}: {value!r} is neither true nor false")
+
+    def fail(message: str) -> NoReturn:
+        raise ArgumentError(f"--engine-arg: {message}")
+
+    parser.error = fail
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(words))
