@@ -36,22 +36,28 @@ def params_problems(params: SamplingParams) -> list[str]:
 
 
 def sampling_problems(params: SamplingParams) -> list[str]:
-    """Return the problems of all parameters but the response format. NaN is rejected, since no
-    comparison with it is true.
+    """Return the problems of all parameters but the response format."""
+    found = [*value_problems(params), *_stop_problems(params)]
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens >= 1:
+        found.append(
+            f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})"
+        )
+    return found
+
+
+def value_problems(params: SamplingParams) -> list[str]:
+    """Return the problems of single values. A worker completes parameters, so an engine checks no
+    more: it may add stop ids, and lower max_tokens. NaN is rejected, since no comparison with it is
+    true.
     """
     found = [
         f"{field} {rule}, not {getattr(params, field)}"
         for field, ok, rule in _ranges(params)
         if not ok and getattr(params, field) is not None
     ]
-    if params.max_tokens is not None and params.min_tokens > params.max_tokens >= 1:
-        found.append(
-            f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})"
-        )
     return [
         *found,
         *_logprobs_mode_problems(params.logprobs_mode),
-        *_stop_problems(params),
         *_bias_problems(params),
         *(found for name, ids in params.named_ids.items() for found in id_problems(name, ids)),
         *sequence_problems(params),

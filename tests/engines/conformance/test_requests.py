@@ -201,6 +201,19 @@ def test_a_request_whose_deadline_passes_ends_as_expired(engine: EngineUnderTest
     assert answer.finish_reason is FinishReason.EXPIRED
 
 
+def test_a_deadline_holds_while_commands_arrive(engine: EngineUnderTest) -> None:
+    long = request(max_tokens=900, deadline=time.monotonic() + 0.3)
+    engine.submit(long)
+    key = (long.request_id, 0)
+    for _ in range(200):
+        engine.send(CancelRequest("nobody", FinishReason.CANCELLED))
+        engine.report()
+        if engine.of(key).finish_reason:
+            break
+        time.sleep(0.02)
+    assert engine.of(key).finish_reason is FinishReason.EXPIRED
+
+
 def test_an_interactive_request_starts_beside_a_full_batch_of_bulk(
     engine: EngineUnderTest,
 ) -> None:

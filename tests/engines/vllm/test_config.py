@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,23 @@ def test_engine_arguments_are_named_values_with_spaces_between() -> None:
 def test_engine_arguments_that_cannot_be_read_are_refused(given: str, words: str) -> None:
     with pytest.raises(EngineConfigError, match=words):
         VllmConfig(model="m", engine_arg=given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_num_seqs": -5}, "max_num_seqs must not be negative, not -5"),
+        ({"max_loras": 0}, "max_loras must be at least 1, not 0"),
+        ({"max_model_len": 0}, "max_model_len must be at least 1, not 0"),
+        ({"dtype": "int3"}, "dtype must be one of"),
+        ({"adapters": "a"}, "adapters must be name=folder"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_before_vllm_is_imported(
+    fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(EngineConfigError, match=words):
+        VllmConfig(model="m", **fields)
 
 
 def test_a_setting_of_our_engine_is_refused_by_name_beside_vllm() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, fields
 from functools import lru_cache
-from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -33,4 +33,18 @@ def choices(settings: type) -> dict[str, tuple[object, ...]]:
         kinds = (hint,) if get_origin(hint) is Literal else get_args(hint)
         if kinds and all(get_origin(kind) is Literal or kind is type(None) for kind in kinds):
             found[name] = tuple(value for kind in kinds for value in get_args(kind) or (None,))
+    return found
+
+
+def field_problems(settings: Any) -> list[str]:
+    """Return one sentence for each field that is none of its choices, or below its minimum."""
+    found = []
+    for name, allowed in choices(settings.__class__).items():
+        if (value := getattr(settings, name)) not in allowed:
+            found.append(f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}")
+    for item in fields(settings):
+        value, minimum = getattr(settings, item.name), item.metadata["minimum"]
+        if None not in (value, minimum) and value < minimum:
+            limit = "not be negative" if minimum == 0 else f"be at least {minimum}"
+            found.append(f"{item.name} must {limit}, not {value}")
     return found

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tokenmill_schemas.generation import NO_DEFAULTS, SamplingParams
-from tokenmill_schemas.params_validation import sampling_problems
+from tokenmill_schemas.params_validation import value_problems
 from tokenmill_worker.contract.requests import GenerationRequest, RequestError
 
 
@@ -114,7 +114,7 @@ class ModelLimits:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
-        problems = sampling_problems(params)
+        problems = value_problems(params)
         for what, ids in params.named_ids.items():
             problems += [
                 f"{what} has id {i}, outside the vocabulary of {self.vocab_size} ids"

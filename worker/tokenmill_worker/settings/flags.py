@@ -67,7 +67,9 @@ def with_settings(
 
     def run(**flags: object) -> None:
         given = {name: _joined(value) for name, value in flags.items() if value is not None}
-        command({name: value for name, value in given.items() if value != ""})
+        if not given.get(REPEATED):
+            given.pop(REPEATED, None)
+        command(given)
 
     fields = {
         name: field for name, field in Settings.model_fields.items() if name not in ENGINE_FIELDS

@@ -4,6 +4,7 @@ import pytest
 
 from tests.schemas.samples import PARAMS
 from tokenmill_schemas.generation import SamplingParams
+from tokenmill_schemas.size_limits import MAX_STOP_TOKEN_IDS
 from tokenmill_worker.contract.requests import (
     GenerationRequest,
     MediaSpan,
@@ -173,3 +174,20 @@ def test_a_prompt_with_a_picture_is_refused():
     picture = Prompt((1, 2, 3), (MediaSpan(1, 1, "image", b"digest"),))
     with pytest.raises(RequestError, match=r"has a medium \(image\); this engine reads text"):
         VALIDATOR.validate(GenerationRequest(request_id="r", prompt=picture))
+
+
+def test_an_answer_is_accepted_whose_room_is_below_min_tokens() -> None:
+    """The worker lowers max_tokens to the room; the answer then ends by its length."""
+    (sequence,) = admit(max_tokens=13, min_tokens=50)
+    assert sequence.max_tokens == 13
+
+
+def test_stop_ids_are_accepted_beyond_the_number_that_a_producer_may_name() -> None:
+    """The worker adds the tokenizer's end of turn, and stop strings that are special tokens."""
+    validator = RequestValidator(vocab_size=5_000, max_model_len=16)
+    stops = tuple(range(MAX_STOP_TOKEN_IDS + 3))
+    request = GenerationRequest(
+        request_id="r", prompt=Prompt((1,)), params=SamplingParams(stop_token_ids=stops)
+    )
+    (sequence,) = validator.validate(request)
+    assert sequence.params.stop_token_ids == stops

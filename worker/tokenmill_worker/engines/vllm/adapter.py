@@ -6,6 +6,7 @@ step. That call empties all collectors into one frame, so that no task per reque
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -14,6 +15,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from tokenmill_schemas.generation import LOGPROBS_MODES, FinishReason
@@ -24,6 +26,8 @@ from tokenmill_worker.engines.limits import ModelLimits
 from tokenmill_worker.engines.vllm.choices import RunningChoice
 from tokenmill_worker.engines.vllm.figures import Figures
 from tokenmill_worker.engines.vllm.parameters import sampling_params
+
+log = logging.getLogger(__name__)
 
 IDLE_REPORT_S: Final = 0.5
 STATS_EVERY_S: Final = 0.1
@@ -63,12 +67,14 @@ class Adapter:
         limits: ModelLimits,
         adapters: dict[str, str],
         *,
+        eos: tuple[int, ...],
         has_position_seeds: bool,
     ) -> None:
         self.engine = engine
         self._emit = emit
         self._figures = figures
         self._limits = limits
+        self._eos = eos
         self._loras = {
             name: LoRARequest(name, number, folder)
             for number, (name, folder) in enumerate(adapters.items(), 1)
@@ -135,9 +141,8 @@ class Adapter:
             if request.params.wants_logprobs and mode not in (None, LOGPROBS_MODES[0]):
                 raise RequestError(f"logprobs_mode {mode} is not available with vLLM")
         except RequestError as error:
-            # `n` itself may be what is wrong, so not every choice has an event
-            first = items[:1] or [RunningChoice(request, 0, ())]
-            self._events += [item.failed(str(error), error.code) for item in first]
+            refused = RunningChoice(request, 0, ())  # one event for all of them
+            self._events.append(refused.failed(str(error), error.code))
             return []
         for item in items:
             item.limit = limit
@@ -154,6 +159,7 @@ class Adapter:
                 item.resumed,
                 item.limit,
                 item.key,
+                eos=self._eos,
                 has_position_seeds=self._has_position_seeds,
             )
             prompt = tokens_input(item.prompt_ids, cache_salt=request.cache_salt or None)
@@ -165,8 +171,14 @@ class Adapter:
                 lora_request=self._loras.get(request.params.lora),
                 priority=request.priority,
             )
+        except EngineDeadError:
+            raise
         except (VLLMClientError, ValueError) as error:
             self._events.append(item.failed(str(error), "invalid_request"))
+        except Exception as error:  # one that no check has foreseen ends this request alone
+            log.exception("Request %s is refused: it cannot be read", item.key)
+            words = f"the request cannot be read: {type(error).__name__}: {error}"
+            self._events.append(item.failed(words, "invalid_request"))
         else:
             self._running[item.key] = item
 
@@ -188,8 +200,7 @@ class Adapter:
         if not others:
             return
         item = max(others, key=lambda one: (one.request.priority, one.since))
-        if event := self._taken(item):
-            self._events.append(event)
+        self._report_events()
         if item.key not in self._running:  # it has just ended, and left its place
             return
         key = item.key

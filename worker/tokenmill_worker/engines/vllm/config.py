@@ -9,7 +9,7 @@ from typing import ClassVar, Final, Literal
 from tokenmill_worker.contract.capabilities import STRUCTURED, Capabilities
 from tokenmill_worker.contract.engine_kind import EngineConfigError, EngineKind
 from tokenmill_worker.contract.name_table import read_table
-from tokenmill_worker.contract.setting_fields import setting
+from tokenmill_worker.contract.setting_fields import field_problems, setting
 
 MAX_LOGPROBS: Final = 100  # at a position, as the queue allows
 
@@ -22,12 +22,16 @@ class VllmConfig:
 
     model: str = setting("", "a folder or a hub name")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = setting("auto", "as ours")
-    max_model_len: int | None = setting(None, "longest prompt and answer together, in tokens")
-    max_num_seqs: int = setting(0, "most sequences at once; 0: as vLLM chooses")
-    max_num_batched_tokens: int = setting(0, "most tokens in one step; 0: as vLLM chooses")
+    max_model_len: int | None = setting(
+        None, "longest prompt and answer together, in tokens", minimum=1
+    )
+    max_num_seqs: int = setting(0, "most sequences at once; 0: as vLLM chooses", minimum=0)
+    max_num_batched_tokens: int = setting(
+        0, "most tokens in one step; 0: as vLLM chooses", minimum=0
+    )
     prefix_cache: bool = setting(True, "compute a common beginning of prompts once")
     adapters: str = setting("", "LoRA adapters that jobs may name, as name=folder,name=folder")
-    max_loras: int = setting(4, "most different adapters in one step")
+    max_loras: int = setting(4, "most different adapters in one step", minimum=1)
     trust_remote_code: bool = setting(False, "run code that comes with the model")
     engine_arg: str = setting(
         "", "another argument of vLLM, NAME=VALUE; several, or in one variable, with spaces between"
@@ -39,11 +43,15 @@ class VllmConfig:
 
     def problems(self) -> list[str]:
         """Return one sentence for each setting that cannot work, with the given value."""
-        found = []
+        found = field_problems(self)
         try:
             self.arguments()
         except ValueError as error:
             found.append(f"engine_arg {error}")
+        try:
+            _ = self.adapter_folders
+        except ValueError as error:
+            found.append(f"adapters {error}")
         return found
 
     def arguments(self) -> dict[str, str]:

@@ -20,16 +20,16 @@ from tokenmill_worker.engines.vllm.bound_answer import BoundAnswer
 
 def matched(model_config: Any, request: Any, answer: BoundAnswer) -> Any:
     """Return the grammar of a request, behind what it resumes. Raises GrammarError."""
-    stops = sorted(request.sampling_params.all_stop_token_ids)
+    stops = answer.eos
     matcher = None
     if answer.response_format is not None:
         compiler = _compiler(
             model_config.model,
             model_config.get_vocab_size(),
-            tuple(stops),
+            stops,
             model_config.trust_remote_code,
         )
-        matcher = compiler.compile(answer.response_format).result()()
+        matcher = compiler.compile(answer.response_format, answer.tenant).result()()
     if answer.thoughts is not None:
         matcher = ThoughtsMatcher(answer.thoughts, matcher, stops)
     grammar = MatchedGrammar(matcher, stops)
@@ -39,7 +39,7 @@ def matched(model_config: Any, request: Any, answer: BoundAnswer) -> Any:
     return grammar
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache  # one engine core has one model
 def _compiler(folder: str, vocab_size: int, stops: tuple[int, ...], is_trusted: bool) -> Any:
     words = vocabulary(Path(folder), vocab_size, frozenset(stops), is_trusted)
     if words is None:
@@ -48,9 +48,9 @@ def _compiler(folder: str, vocab_size: int, stops: tuple[int, ...], is_trusted: 
 
 
 class MatchedGrammar(StructuredOutputGrammar):
-    """One answer's matcher. It ends with a stop token behind what the grammar requires."""
+    """One answer's matcher. It ends with an end token behind what the grammar requires."""
 
-    def __init__(self, matcher: Any, stops: list[int]) -> None:
+    def __init__(self, matcher: Any, stops: tuple[int, ...]) -> None:
         self._matcher, self._stops, self._has_ended = matcher, frozenset(stops), False
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:

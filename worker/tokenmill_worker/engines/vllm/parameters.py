@@ -28,6 +28,7 @@ def sampling_params(
     limit: int,
     key: str,
     *,
+    eos: tuple[int, ...],
     has_position_seeds: bool,
 ) -> SamplingParams:
     """Return vLLM's parameters of one choice of at most `limit` tokens, which continues behind the
@@ -66,7 +67,7 @@ def sampling_params(
         logit_bias=_biases(request, resumed) or None,
         logprobs=params.num_top_logprobs if params.wants_logprobs else None,
         prompt_logprobs=params.prompt_logprobs if choice == 0 and not resumed else None,
-        **_constrained(request, len(resumed), key),
+        **_constrained(request, len(resumed), key, eos),
         **_NEVER_TEXT,
     )
 
@@ -82,12 +83,16 @@ def _biases(request: GenerationRequest, resumed: tuple[int, ...]) -> dict[int, f
     return biases | dict.fromkeys(params.suppress_tokens, FORBIDDEN)
 
 
-def _constrained(request: GenerationRequest, num_resumed: int, key: str) -> dict[str, Any]:
+def _constrained(
+    request: GenerationRequest, num_resumed: int, key: str, eos: tuple[int, ...]
+) -> dict[str, Any]:
     """Name our grammar; vLLM itself learns only that there is one."""
     form, thoughts = request.params.response_format, request.thoughts
     if form is None and thoughts is None:
         return {}
-    answer = msgspec.json.encode(BoundAnswer(form, thoughts, num_resumed, key)).decode()
+    answer = msgspec.json.encode(
+        BoundAnswer(form, thoughts, num_resumed, eos, request.tenant, key)
+    ).decode()
     return {
         "structured_outputs": StructuredOutputsParams(json_object=True),
         "extra_args": {EXTRA: answer},

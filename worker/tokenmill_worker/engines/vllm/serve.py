@@ -8,6 +8,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -62,14 +63,16 @@ async def _served(start: Start, mailbox: Mailbox, emit: Emit) -> int:
         emit(EngineFailed(_sentence(error), at_start=True))
         return 1
     emit(ready)
-    commands = _arrivals(mailbox)
+    commands, ticks_s = _arrivals(mailbox), 0.0
     try:
         while not adapter.engine.errored:
+            if time.monotonic() >= ticks_s:
+                await adapter.tick()
+                ticks_s = time.monotonic() + TICK_S
             try:
                 async with asyncio.timeout(TICK_S):
                     command = await commands.get()
             except TimeoutError:
-                await adapter.tick()
                 continue
             match command:
                 case Submit():
@@ -148,7 +151,7 @@ def _load(start: Start, emit: Emit) -> tuple[Any, Ready]:
         (cache.num_gpu_blocks or 0) * max(1, len(hooks)),
     )
     adapter = Adapter(
-        engine, emit, figures, limits, settings.adapter_folders, has_position_seeds=is_v2
+        engine, emit, figures, limits, settings.adapter_folders, eos=eos, has_position_seeds=is_v2
     )
     for hook in hooks:
         hook.adapter = adapter

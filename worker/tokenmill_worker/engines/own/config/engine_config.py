@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from tokenmill_worker.contract.engine_kind import EngineConfigError
 from tokenmill_worker.contract.name_table import read_table
-from tokenmill_worker.contract.setting_fields import choices, direct_value, setting
+from tokenmill_worker.contract.setting_fields import direct_value, field_problems, setting
 from tokenmill_worker.engines.own.config.machine import total_memory
 from tokenmill_worker.engines.own.config.prefill_limits import PrefillLimits
 from tokenmill_worker.engines.own.types import SchedulingPolicy
@@ -186,18 +186,7 @@ class EngineConfig:
                 found.append(sentence)
 
         require(bool(self.model), "model must not be empty")
-        for name, allowed in choices(EngineConfig).items():
-            value = getattr(self, name)
-            require(
-                value in allowed,
-                f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}",
-            )
-        for item in dataclasses.fields(self):
-            name, value, minimum = item.name, getattr(self, item.name), item.metadata["minimum"]
-            limit = "not be negative" if minimum == 0 else f"be at least {minimum}"
-            require(
-                None in (value, minimum) or value >= minimum, f"{name} must {limit}, not {value}"
-            )
+        found += field_problems(self)
         require(
             0.0 < self.max_memory_percent <= 1.0,
             f"max_memory_percent must be in (0, 1], not {self.max_memory_percent}",
