@@ -153,6 +153,15 @@ def test_every_variable_is_a_setting_and_every_role_has_its_own_user(
         assert settings.redis_url.startswith(f"redis://{role}:")
 
 
+@pytest.mark.parametrize("engine", ["own", "vllm"])
+def test_the_worker_s_settings_are_accepted_beside_each_engine_of_models(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings_of(PODS[WORKER], monkeypatch)
+    monkeypatch.setenv("TOKENMILL_ENGINE", engine)
+    assert load_settings().engine_kind == engine
+
+
 @pytest.mark.parametrize("name", PODS)
 def test_pods_run_unprivileged_and_write_only_to_their_volumes(name: str) -> None:
     pod = PODS[name]
