@@ -237,7 +237,10 @@ def test_a_pinned_pool_cuts_the_longest_sequence_and_logs_it(max_model_len, capl
     """A request without max_tokens gets the rest of the engine's length: that must fit the pool."""
     with caplog.at_level("INFO", "tokenmill_worker.engines.own"):
         engine = engine_of(config(block_size=16, max_model_len=max_model_len))
-    assert "The longest sequence has 1025 tokens, not 4096" in caplog.text
+    assert (
+        "The longest sequence has 1025 tokens, not 4096: the cache, of 64 blocks, holds no longer "
+        "one. Raise max_memory_percent or max_memory_gib for a larger cache"
+    ) in caplog.text
     reports = []
     mailbox = Mailbox()
     mailbox.put(Stop())

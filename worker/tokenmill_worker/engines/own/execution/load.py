@@ -51,7 +51,8 @@ def build_scheduler(info: RunnerInfo, hooks: RunnerHooks) -> Scheduler:
     if longest < info.max_model_len:
         log.info(
             "The longest sequence has %d tokens, not %d: "
-            "the %d blocks of num_blocks hold no longer one",
+            "the cache, of %d blocks, holds no longer one. "
+            "Raise max_memory_percent or max_memory_gib for a larger cache",
             longest, info.max_model_len, info.cache_config.num_usable,
         )  # fmt: skip
     found = config.prefill_limits.length_problems(longest, config.max_num_batched_tokens)
