@@ -1,10 +1,14 @@
 """Gives the tokens of an answer with their log-probabilities, as OpenAI's API does.
 
-A token's text is its own, as the worker names it by bytes. A result and a chunk of a stream have
-these alike, so both are read here.
+A token's text is its own, as the worker names it by bytes. Results and chunks of a stream that were
+written before workers named bytes have none: a chosen token's text is then cut out of the answer,
+and every other one is named `token_id:ID`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, repeat, zip_longest
 
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import TokenLogprob, token_text
@@ -18,19 +22,7 @@ def chat_logprobs(part: ChoiceResult | Chunk) -> ChatLogprobs | None:
     """
     if part.logprobs is None:
         return None
-    content = [
-        TokenLogprobs(
-            token=token_text(entry.token_bytes),
-            logprob=entry.logprob,
-            bytes=list(entry.token_bytes),
-            top_logprobs=[
-                TopLogprob(token_text(data), value, list(data))
-                for (_, value), data in zip(entry.top, entry.top_bytes, strict=False)
-            ],
-        )
-        for entry in part.logprobs
-    ]
-    return ChatLogprobs(content)
+    return ChatLogprobs(list(_named(part.logprobs, part.token_ids, _cut_texts(part))))
 
 
 def text_logprobs(
@@ -41,24 +33,63 @@ def text_logprobs(
     """
     if part.logprobs is None:
         return None
-    entries, ends = part.logprobs, part.text_ends
+    entries, ids, ends, cut = part.logprobs, part.token_ids, part.text_ends, _cut_texts(part)
     texts: list[str] = []  # of the prompt's first token, which has no log-probability
     if prompt is not None and prompt.text_ends:
-        texts = [part.text[: prompt.text_ends[0]]]
-        entries, ends = prompt.logprobs + entries, prompt.text_ends + ends
+        first, *others = _cut(part.text, prompt.text_ends)
+        texts = [first]
+        own = [text[prompt.text_ends[-1] :] for text in cut[:1]]
+        entries, ids = prompt.logprobs + entries, prompt.token_ids[1:] + ids
+        ends, cut = prompt.text_ends + ends, [*others, *own, *cut[1:]]
     nothing: list[None] = [None] * len(texts)
-    texts += [token_text(entry.token_bytes) for entry in entries]
+    tokens = list(_named(entries, ids, cut))
+    texts += [token.token for token in tokens]
     return CompletionLogprobs(
         tokens=texts,
-        token_logprobs=[*nothing, *(entry.logprob for entry in entries)],
-        top_logprobs=[*nothing, *map(_tops, entries)],
+        token_logprobs=[*nothing, *(token.logprob for token in tokens)],
+        top_logprobs=[*nothing, *map(_tops, tokens)],
         text_offset=[0, *ends[:-1]][: len(texts)],
     )
 
 
-def _tops(entry: TokenLogprob) -> dict[str, float]:
+def _tops(token: TokenLogprobs) -> dict[str, float]:
     """Return the most likely tokens by their text; of two with one text, the likelier."""
     tops: dict[str, float] = {}
-    for (_, value), data in zip(entry.top, entry.top_bytes, strict=False):
-        tops.setdefault(token_text(data), value)
+    for top in token.top_logprobs:
+        tops.setdefault(top.token, top.logprob)
     return tops
+
+
+def _named(
+    entries: tuple[TokenLogprob, ...], ids: tuple[int, ...], cut: list[str]
+) -> Iterator[TokenLogprobs]:
+    """Yield each token with its alternatives; `cut` has the texts of tokens without bytes."""
+    for entry, chosen, text in zip(entries, ids, chain(cut, repeat(None)), strict=False):
+        own = _name(entry.token_bytes, chosen)
+        if text is not None and not entry.token_bytes:
+            own = text, list(text.encode())
+        tops: list[TopLogprob] = []
+        known = chain(entry.top_bytes, repeat(b""))
+        for (token_id, value), data in zip(entry.top, known, strict=False):
+            name, codes = own if token_id == chosen and not data else _name(data, token_id)
+            tops.append(TopLogprob(name, value, codes))
+        yield TokenLogprobs(token=own[0], logprob=entry.logprob, bytes=own[1], top_logprobs=tops)
+
+
+def _name(data: bytes, token_id: int) -> tuple[str, list[int]]:
+    return (token_text(data) if data else f"token_id:{token_id}"), list(data)
+
+
+def _cut_texts(part: ChoiceResult | Chunk) -> list[str]:
+    """Return the text of each token, of thoughts or of the answer; "" for a token that only began a
+    character, or whose text was held back.
+    """
+    if len(part.token_ids) == 1 and not part.text_ends:  # a chunk of one token names no ends
+        return [part.reasoning + part.text]
+    texts = _cut(part.text, part.text_ends)
+    thoughts = _cut(part.reasoning, part.reasoning_ends)
+    return [thought + text for thought, text in zip_longest(thoughts, texts, fillvalue="")]
+
+
+def _cut(text: str, ends: tuple[int, ...]) -> list[str]:
+    return [text[start:end] for start, end in zip((0, *ends[:-1]), ends, strict=False)]

@@ -13,7 +13,7 @@ from tokenmill.operations.stream_position import StreamPosition
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import TokenLogprob
 from tokenmill_schemas.openai import TokenLogprobs
-from tokenmill_schemas.result import ChoiceResult, JobResult
+from tokenmill_schemas.result import ChoiceResult, JobResult, ScoredPrompt
 
 JOB = result("batch_abc", 4)
 PLAIN = JOB.choices[0]
@@ -78,3 +78,62 @@ def test_of_two_likely_tokens_with_one_text_a_completion_has_the_likelier() -> N
     found = text_logprobs(choice, None)
     assert found is not None
     assert found.top_logprobs == [{"a": -0.5}]
+
+
+def without_bytes(entries: tuple[TokenLogprob, ...] | None) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(entry.logprob, entry.top) for entry in entries or ())
+
+
+@pytest.mark.parametrize("tokens_each", [1, 2])
+@pytest.mark.parametrize("choice", [PLAIN, THINKING], ids=["text", "thoughts and text"])
+def test_tokens_without_bytes_have_their_part_of_the_text_and_alternatives_their_ids(
+    choice: ChoiceResult, tokens_each: int
+) -> None:
+    """Such are the results and chunks that were written before workers named bytes."""
+    old = msgspec.structs.replace(choice, logprobs=without_bytes(choice.logprobs))
+    first, second = joined(chunks_of(old, tokens_each))
+    name = "Hm" if choice is THINKING else "Hi "
+    assert (first.token, bytes(first.bytes).decode(), first.logprob) == (name, name, -0.5)
+    assert (second.token, bytes(second.bytes).decode(), second.logprob) == ("☁", "☁", -0.25)
+    assert [(top.token, top.logprob) for top in first.top_logprobs] == [
+        (name, -0.5),
+        ("token_id:8", -2.0),
+    ]
+    assert [(top.token, top.bytes) for top in second.top_logprobs] == [
+        ("☁", list("☁".encode())),
+        ("token_id:3", []),
+    ]
+    found = [one for chunk in chunks_of(old, tokens_each) if (one := text_logprobs(chunk, None))]
+    assert [token for one in found for token in one.tokens] == [name, "☁"]
+    assert [tops for one in found for tops in one.top_logprobs] == [
+        {name: -0.5, "token_id:8": -2.0},
+        {"☁": -0.25, "token_id:3": -4.0},
+    ]
+
+
+def test_an_echoed_prompt_without_bytes_has_its_part_of_the_text() -> None:
+    prompt = ScoredPrompt((1, 2), (TokenLogprob(-3.0, ((2, -3.0), (4, -0.5))),), (2, 4))
+    entries = (TokenLogprob(-0.25, ((7, -0.25), (8, -2.0))),)
+    choice = ChoiceResult(text="ab c!", token_ids=(7,), text_ends=(5,), logprobs=entries)
+    found = text_logprobs(choice, prompt)
+    assert found is not None
+    assert found.tokens == ["ab", " c", "!"]
+    assert found.token_logprobs == [None, -3.0, -0.25]
+    assert found.top_logprobs == [
+        None,
+        {" c": -3.0, "token_id:4": -0.5},
+        {"!": -0.25, "token_id:8": -2.0},
+    ]
+    assert found.text_offset == [0, 2, 4]
+
+
+def test_a_token_with_neither_bytes_nor_a_place_in_the_text_is_named_by_its_id() -> None:
+    entries = (TokenLogprob(-0.5, ((5, -0.5), (6, -1.5))), TokenLogprob(-0.25))
+    choice = ChoiceResult(text="ab", token_ids=(5, 9), logprobs=entries)
+    found = chat_logprobs(choice)
+    assert found is not None
+    assert [(one.token, one.bytes) for one in found.content] == [
+        ("token_id:5", []),
+        ("token_id:9", []),
+    ]
+    assert [top.token for top in found.content[0].top_logprobs] == ["token_id:5", "token_id:6"]
