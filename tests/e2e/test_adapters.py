@@ -48,7 +48,7 @@ async def test_jobs_choose_the_base_or_an_adapter_by_name(
         {"lora": "sonnet"},
     ]
     async with (
-        running_worker(redis_url, database, in_process=True, **settings) as worker,
+        running_worker(redis_url, database, **settings) as worker,
         client_of(redis_url, database) as client,
     ):
         assert worker.service.health.engine_ready

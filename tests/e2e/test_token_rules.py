@@ -37,7 +37,7 @@ ASKED: dict[str, Any] = {
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     folder = tiny_llama.save(tmp_path / "tiny")
-    return {"model": str(folder), "dtype": "float32", "num_threads": 1, "in_process": True}
+    return {"model": str(folder), "dtype": "float32", "num_threads": 1}
 
 
 def check_answers(result: JobResult) -> None:
@@ -61,7 +61,7 @@ async def test_a_job_killed_in_mid_answer_keeps_its_rules(
     redis_url: str, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     async with (
-        running_worker(redis_url, database_url(tmp_path), **settings) as worker,
+        running_worker(redis_url, database_url(tmp_path), in_process=True, **settings) as worker,
         client_of(redis_url, database_url(tmp_path)) as client,
     ):
         job = await client.submit(**ASKED)
