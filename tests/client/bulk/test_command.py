@@ -43,6 +43,12 @@ class Shell:
         out, error = await asyncio.wait_for(process.communicate(), 120)
         return process.returncode, out.decode(), error.decode()
 
+    def here(self, *arguments: str | Path) -> tuple[int, str, str]:
+        """Run a command in this process, without the second that the start of another takes."""
+        environment = {**self.where, "COLUMNS": "160"}
+        done = CliRunner().invoke(app, ["bulk", *map(str, arguments)], env=environment)
+        return done.exit_code, done.stdout, done.stderr
+
 
 @pytest.fixture
 def shell(redis_url: str, database: str) -> Shell:
@@ -53,14 +59,14 @@ def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-async def test_a_missing_input_file_makes_no_batch(shell: Shell, tmp_path: Path) -> None:
-    status, said, error = await shell("submit", tmp_path / "none.jsonl")
+def test_a_missing_input_file_makes_no_batch(shell: Shell, tmp_path: Path) -> None:
+    status, said, error = shell.here("submit", tmp_path / "none.jsonl")
     assert (status, said) == (1, "")
     assert error.startswith("Error: cannot read ")
-    assert await shell("list") == (0, "", "no batches\n")
+    assert shell.here("list") == (0, "", "no batches\n")
 
 
-async def test_a_missing_output_folder_is_refused_by_name_and_not_made(
+def test_a_missing_output_folder_is_refused_by_name_and_not_made(
     shell: Shell, tmp_path: Path
 ) -> None:
     path, folder = write_many(tmp_path / "in.jsonl", 3), tmp_path / "none"
@@ -68,7 +74,7 @@ async def test_a_missing_output_folder_is_refused_by_name_and_not_made(
         ("-o", folder / "o.jsonl"),
         ("-o", tmp_path / "o.jsonl", "--errors", folder / "e.jsonl"),
     ):
-        status, said, error = await shell("run", path, *paths)
+        status, said, error = shell.here("run", path, *paths)
         assert (status, said, folder.exists()) == (1, "", False)
         assert f"there is no folder {folder}: make it first" in error
 
@@ -128,38 +134,38 @@ async def test_submit_status_results_and_list_show_one_batch(
     status, said, error = await shell("submit", path, "--metadata", "team=blue", "--tenant", "acme")
     assert status == 0, error
     batch = said.strip()
-    status, _, error = await shell("results", batch, "-o", out)
+    status, _, error = shell.here("results", batch, "-o", out)
     assert (status, "12 lines to go" in error) == (1, True)
     async with running_worker(redis_url, database):
         received = await _completed(shell, batch)
     assert received["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
     assert received["metadata"] == {"team": "blue"}
     before = path.read_bytes()
-    status, _, error = await shell("results", batch, "-o", path)
+    status, _, error = shell.here("results", batch, "-o", path)
     assert (status, "is the batch's input" in error, path.read_bytes()) == (1, True, before)
-    status, said, _ = await shell("results", batch, "-o", out)
+    status, said, _ = shell.here("results", batch, "-o", out)
     assert (status, "12 of 12 answered" in said, len(names(out))) == (0, True, 12)
-    assert batch in (await shell("list"))[1]
-    assert "12 answered" in (await shell("status", batch))[1]
+    assert batch in shell.here("list")[1]
+    assert "12 answered" in shell.here("status", batch)[1]
 
 
 async def _completed(shell: Shell, batch: str) -> Any:
     for _ in range(60):
-        received = json.loads((await shell("status", batch, "--json"))[1])
+        received = json.loads((await asyncio.to_thread(shell.here, "status", batch, "--json"))[1])
         if received["status"] == "completed":
             return received
         await asyncio.sleep(0.5)
     raise TimeoutError
 
 
-async def test_a_cancelled_batch_has_the_status_cancelled(
+def test_a_cancelled_batch_has_the_status_cancelled(
     shell: Shell, tmp_path: Path, allowed_keys: list[str]
 ) -> None:
     allowed_keys.append("tm:{q}:*")  # no worker writes down what was cancelled
-    batch = (await shell("submit", write_many(tmp_path / "in.jsonl", 4)))[1].strip()
-    assert (await shell("cancel", batch))[1] == f"{batch} cancelled\n"
-    assert (await shell("cancel", batch))[1] == f"{batch} cancelled\n"
-    status, said, _ = await shell("results", batch, "-o", tmp_path / "out.jsonl")
+    batch = shell.here("submit", write_many(tmp_path / "in.jsonl", 4))[1].strip()
+    assert shell.here("cancel", batch)[1] == f"{batch} cancelled\n"
+    assert shell.here("cancel", batch)[1] == f"{batch} cancelled\n"
+    status, said, _ = shell.here("results", batch, "-o", tmp_path / "out.jsonl")
     assert (status, "0 of 4 answered" in said) == (1, True)
     assert {line["error"]["code"] for line in read(tmp_path / "out.errors.jsonl")} == {
         "batch_cancelled"
