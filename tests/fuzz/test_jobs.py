@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from functools import cache
 
 import pytest
 
@@ -15,13 +16,17 @@ from tests.support.lifecycle import need_valkey
 from tokenmill.errors import InvalidRequest
 from tokenmill.operations.submit import build_request
 
-DRAWN = [Case.draw(1, number) for number in range(300)]
 GOOD = EndRow("succeeded", "", "", "text")
+
+
+@cache
+def drawn() -> list[Case]:
+    return [Case.draw(1, number) for number in range(300)]
 
 
 def outcome(**changes):
     """A run of one job that went well, with changes."""
-    submitted = Submitted(cases={"j": DRAWN[0]}, received={"j": read("text")})
+    submitted = Submitted(cases={"j": drawn()[0]}, received={"j": read("text")})
     good = Outcome(submitted, {"j": GOOD}, ["j"], {}, [], 0, "[ready]\n")
     return dataclasses.replace(good, **changes)
 
@@ -37,33 +42,35 @@ def read(text, status="succeeded"):
 
 def test_a_drawn_job_depends_on_seed_and_number_alone():
     again = [Case.draw(1, number) for number in reversed(range(300))]
-    assert [str(case) for case in reversed(again)] == [str(case) for case in DRAWN]
-    assert Case.draw(2, 7).arguments != DRAWN[7].arguments
+    assert [str(case) for case in reversed(again)] == [str(case) for case in drawn()]
+    assert Case.draw(2, 7).arguments != drawn()[7].arguments
 
 
 def test_a_raw_job_has_the_same_bytes_each_time_but_for_its_times():
-    timeless = [c for c in DRAWN if c.is_raw and not {"deadline", "not_before"} & set(c.arguments)]
+    timeless = [
+        c for c in drawn() if c.is_raw and not {"deadline", "not_before"} & set(c.arguments)
+    ]
     for case in timeless:
         first, second = case.script_arguments(), case.script_arguments()
         assert [len(item) for item in first] == [len(item) for item in second]
 
 
 def test_drawn_jobs_reach_every_field_and_most_pass_the_client():
-    named = Counter(name for case in DRAWN for name in case.arguments)
+    named = Counter(name for case in drawn() for name in case.arguments)
     fields = {"messages", "tools", "response_format", "continuations", "prompt_ids", "stop", "n"}
     assert fields <= named.keys()
     passed = 0
-    for case in DRAWN:
+    for case in drawn():
         try:
             build_request(case.client_arguments())
         except InvalidRequest:
             continue
         passed += 1
-    assert len(DRAWN) / 3 < passed < len(DRAWN)
+    assert len(drawn()) / 3 < passed < len(drawn())
 
 
 def test_a_case_is_printed_short_with_the_command_that_repeats_it():
-    for case in DRAWN:
+    for case in drawn():
         shown = str(case)
         assert len(shown) < 12_000
         assert shown.endswith(f"ops/fuzz jobs --seed 1 --first {case.number} --count 1")
@@ -102,7 +109,7 @@ def test_a_fault_of_a_run_is_a_problem(changes, words):
 def test_a_job_refused_for_its_own_error_is_no_problem():
     row = EndRow("failed", "invalid_request", "stop may have 16 strings, not 17", "text")
     rows = {"j": row}
-    submitted = Submitted(cases={"j": DRAWN[0]}, received={"j": read("text", "failed")})
+    submitted = Submitted(cases={"j": drawn()[0]}, received={"j": read("text", "failed")})
     assert list(outcome(rows=rows, submitted=submitted).problems()) == []
 
 
@@ -125,7 +132,7 @@ def test_the_command_of_whole_jobs_has_options_of_its_own(capsys):
 @pytest.mark.slow
 async def test_drawn_jobs_against_a_real_worker_have_no_problems(tmp_path):
     need_valkey()
-    found = await fuzz(DRAWN, rate=100.0, probe_s=2.0, folder=tmp_path)
+    found = await fuzz(drawn(), rate=100.0, probe_s=2.0, folder=tmp_path)
     assert list(found.problems()) == []
     assert {"succeeded", "failed", "expired"} <= {row.state for row in found.rows.values()}
     assert found.submitted.by_way["raw"] > 50
