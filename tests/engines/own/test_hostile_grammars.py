@@ -16,8 +16,8 @@ from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.contract.requests import Prompt
 from tokenmill_worker.engines.own import EngineConfig, GenerationRequest
 
-ROUNDS = 4  # of each kind, with so many grammars
-EACH = 20
+SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3)))
+EACH = 20  # grammars of each kind, for each seed
 
 
 @pytest.fixture(scope="module")
@@ -53,45 +53,45 @@ def witness(name: str) -> GenerationRequest:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_hostile_grammar_ends_with_an_answer_or_a_sentence(
-    engine: CollectingEngine, kind: str
+    engine: CollectingEngine, kind: str, seed: int
 ) -> None:
     (alone,) = run(engine, [witness("alone")]).values()
     tokens = [i for event in alone for i in event.token_ids]
     assert len(tokens) == 60
     ends = set()
-    for seed in range(ROUNDS):
-        draw = random.Random(f"{kind} {seed}")
-        wanted = {f"{seed}-{i}": KINDS[kind](draw) for i in range(EACH)}
-        requests = [
-            GenerationRequest(
-                request_id=name,
-                prompt=Prompt((72, 105)),
-                tenant=draw.choice("ab"),
-                params=SamplingParams(
-                    temperature=draw.choice((0.0, 1.0)),
-                    seed=seed,
-                    max_tokens=12,
-                    response_format=form,
-                    speculate=draw.random() < 0.7,
-                    n=draw.choice((1, 1, 2)),
-                ),
-            )
-            for name, form in wanted.items()
-        ]
-        events = run(engine, [witness("witness"), *requests])
-        found = [i for event in events.pop("witness") for i in event.token_ids]
-        assert found == tokens, "another request's grammar changes an answer"
-        for name, told in events.items():
-            last = told[-1]
-            assert last.finish_reason is not None, wanted[name]
-            ends.add(last.finish_reason)
-            if last.finish_reason is FinishReason.ERROR:
-                assert last.error_code == "invalid_request", (wanted[name], last.error)
-                assert last.error, wanted[name]
-                assert "\n" not in last.error, (wanted[name], last.error)
-                assert "Traceback" not in last.error
+    draw = random.Random(f"{kind} {seed}")
+    wanted = {f"{seed}-{i}": KINDS[kind](draw) for i in range(EACH)}
+    requests = [
+        GenerationRequest(
+            request_id=name,
+            prompt=Prompt((72, 105)),
+            tenant=draw.choice("ab"),
+            params=SamplingParams(
+                temperature=draw.choice((0.0, 1.0)),
+                seed=seed,
+                max_tokens=12,
+                response_format=form,
+                speculate=draw.random() < 0.7,
+                n=draw.choice((1, 1, 2)),
+            ),
+        )
+        for name, form in wanted.items()
+    ]
+    events = run(engine, [witness("witness"), *requests])
+    found = [i for event in events.pop("witness") for i in event.token_ids]
+    assert found == tokens, "another request's grammar changes an answer"
+    for name, told in events.items():
+        last = told[-1]
+        assert last.finish_reason is not None, wanted[name]
+        ends.add(last.finish_reason)
+        if last.finish_reason is FinishReason.ERROR:
+            assert last.error_code == "invalid_request", (wanted[name], last.error)
+            assert last.error, wanted[name]
+            assert "\n" not in last.error, (wanted[name], last.error)
+            assert "Traceback" not in last.error
     assert engine.stats().failed_steps == 0
     assert FinishReason.ERROR in ends
     assert FinishReason.LENGTH in ends or FinishReason.STOP in ends
