@@ -80,12 +80,13 @@ def test_computing_a_common_prompt_together_changes_no_bit(
     """Two prompts of two tiles and a bit, in mixed order, and sequences that share nothing or end
     within a tile.
     """
-    common = {name: blocks(1 + 200 * name, 2 * TILE + 80, block_size) for name in range(2)}
+    most = -(-(2 * TILE + 90) // block_size)  # blocks of one sequence
+    common = {name: blocks(1 + most * name, 2 * TILE + 80, block_size) for name in range(2)}
     tables, lens = [], []
     order = random.Random(5)
     for index in range(45):
         length = order.choice([TILE - 1, TILE, TILE + 1, 2 * TILE, 2 * TILE + 40, 2 * TILE + 90])
-        own = blocks(1_000 + 100 * index, length, block_size)
+        own = blocks(1 + most * (2 + index), length, block_size)
         kept = common[index % 2][: min(length, 2 * TILE + 40) // block_size] if index % 5 else []
         tables.append(kept + own[len(kept) :])
         lens.append(length)
