@@ -39,13 +39,28 @@ def environment(redis_url: str, database: str, allowed_keys: list[str]) -> dict[
     }
 
 
-def on_a_terminal(environment: Mapping[str, str], *arguments: str) -> bytes:
-    """Return what a terminal receives from a command's stdout and stderr."""
+EACH = """
+import json, sys
+from tokenmill.cli import main
+for words in json.loads(sys.argv[1]):
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit:
+        pass
+    print("<end>", flush=True)
+"""
+
+
+def on_a_terminal(environment: Mapping[str, str], *commands: list[str]) -> list[bytes]:
+    """Return what a terminal receives from stdout and stderr of each command, all in one process,
+    whose start takes longer than the commands.
+    """
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "tokenmill.cli", *arguments]
     with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    ) as process:
+        [sys.executable, "-c", EACH, json.dumps(commands)],
+        stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
+    ) as process:  # fmt: skip
         os.close(theirs)
         received = b""
         try:
@@ -55,7 +70,9 @@ def on_a_terminal(environment: Mapping[str, str], *arguments: str) -> bytes:
             pass
         process.wait(60)
     os.close(ours)
-    return received
+    *each, rest = received.split(b"<end>\r\n")
+    assert (len(each), rest) == (len(commands), b"")
+    return each
 
 
 def controls(received: bytes) -> bytes:
@@ -93,14 +110,15 @@ def test_an_answer_s_control_characters_are_shown_on_a_terminal(
 ) -> None:
     answer = ChoiceResult(text=f"a{HOSTILE}b\n\tc", reasoning=f"t{HOSTILE}")
     job = ended(redis_url, client, choices=(answer,))
-    for command in (["result", job], ["tail", job]):
-        received = on_a_terminal(environment, *command)
-        assert controls(received) == b"\t", command
+    *texts, whole = on_a_terminal(
+        environment, ["result", job], ["tail", job], ["result", job, "--json"]
+    )
+    for received in texts:
+        assert controls(received) == b"\t"
         assert b"a" + SHOWN + b"b\r\n\tc" in received
         assert b"t" + SHOWN in received
-    received = on_a_terminal(environment, "result", job, "--json")
-    assert controls(received) == b""
-    assert json.loads(received)["choices"][0]["text"] == answer.text
+    assert controls(whole) == b""
+    assert json.loads(whole)["choices"][0]["text"] == answer.text
 
 
 def test_names_and_errors_are_shown_on_a_terminal(
@@ -109,11 +127,11 @@ def test_names_and_errors_are_shown_on_a_terminal(
     job_id = submit_hostile(redis_url)
     error = JobError("invalid_request", HOSTILE)
     failed = ended(redis_url, client, status=JobStatus.FAILED, error=error)
-    for command in (
+    commands = [
         ["jobs"], ["top", "--once"], ["status", job_id], ["status", failed], ["result", failed],
         ["cancel", f"no{HOSTILE}"], ["status", f"no{HOSTILE}"],
-    ):  # fmt: skip
-        received = on_a_terminal(environment, *command)
+    ]  # fmt: skip
+    for command, received in zip(commands, on_a_terminal(environment, *commands), strict=True):
         assert received, command
         assert controls(received) == b"", command
         assert b"\\x1b" in received, command
