@@ -28,6 +28,14 @@ def processor() -> InputProcessor:
     return InputProcessor(byte_level(), served, clock=Clock())
 
 
+def test_a_queue_named_after_its_model_is_no_further_name() -> None:
+    aliases = {"chat": "tiny", "rhymes": "poet"}
+    served = dataclasses.replace(MODEL, names=("tiny", "tiny"), aliases=aliases)
+    assert served.further_names == aliases
+    other = dataclasses.replace(served, names=("tiny", "q"))
+    assert other.further_names == {"q": "tiny"} | aliases
+
+
 def job(model: str = "", lora: str = "") -> JobRequest:
     return JobRequest(job_id="job", prompt="hi", model=model, params=SamplingParams(lora=lora))
 

@@ -59,7 +59,9 @@ class ServedModel:
     @property
     def further_names(self) -> dict[str, str]:
         """Each alias with the name of the model or adapter that it stands for."""
-        return dict.fromkeys(self.names[1:], self.names[0]) | dict(self.aliases)
+        own = self.names[0]
+        others = {name: own for name in self.names if name != own}
+        return others | dict(self.aliases)
 
     def adapter_for(self, model: str, lora: str) -> str:
         """Return the name of the adapter that answers; empty for the model itself. Raises
@@ -113,7 +115,7 @@ class ServedModel:
                 )
 
 
-# of one job: they travel in one chunk, which a subscriber's connection must be able to take
+# of one job: they travel in one chunk, which the buffer of a subscriber's connection must take.
 MAX_PROMPT_LOGPROBS: Final = 262_144
 
 
