@@ -2,18 +2,25 @@
 the next worker reads from the log.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.publish.support import MODEL, Clock, FakeLog, admit, delivery_of, event, logprobs
 from tests.support.tokenizers import byte_level
+from tokenmill_schemas.chunk import Chunk
+from tokenmill_schemas.codec import encode
 from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import ScoredPrompt
 from tokenmill_worker.input.input_processor import InputProcessor
+from tokenmill_worker.input.served_model import MAX_PROMPT_LOGPROBS
 from tokenmill_worker.jobs import AdmittedJob, FinishedJob
 from tokenmill_worker.publish.publisher import Publisher
 
 LENGTH = FinishReason.LENGTH
+CONF = Path(__file__).parents[2] / "ops" / "deploy" / "redis" / "redis.conf"
 SCORED = (TokenLogprob(-0.5, token_bytes=b"i"),)
 PROMPT = ScoredPrompt(tuple(b"hi"), SCORED)
 
@@ -97,8 +104,18 @@ async def test_too_many_prompt_logprobs_are_refused_with_their_number() -> None:
     assert outcome.result.error is not None
     assert outcome.result.error.message == (
         "3000 prompt tokens with prompt_logprobs=100 have 303000 log-probabilities; the limit is "
-        "262144"
+        "131072"
     )
+
+
+@pytest.mark.parametrize("tops", [0, 1, 31])
+def test_the_most_prompt_logprobs_of_ordinary_tokens_fit_a_subscribers_buffer(tops: int) -> None:
+    token, count = b" order", MAX_PROMPT_LOGPROBS // (1 + tops)
+    entry = TokenLogprob(-0.5, ((100_000, -0.5),) * tops, token, (token,) * tops)
+    prompt = ScoredPrompt((100_000,) * count, (entry,) * (count - 1), tuple(range(0, 6 * count, 6)))
+    chunk = Chunk(job_id="job", index=0, token_ids=(1,), prompt=prompt)
+    [limit] = re.findall(r"^client-output-buffer-limit pubsub \S+ (\d+)mb", CONF.read_text(), re.M)
+    assert len(encode(chunk)) < int(limit) << 20
 
 
 async def test_an_echo_is_in_the_first_chunk_of_each_choice_and_after_a_resume() -> None:

@@ -116,7 +116,8 @@ class ServedModel:
 
 
 # of one job: they travel in one chunk, which the buffer of a subscriber's connection must take.
-MAX_PROMPT_LOGPROBS: Final = 262_144
+# With tokens of 6 bytes each has up to 30 bytes: less than the 4 MB of ops/deploy/redis/redis.conf
+MAX_PROMPT_LOGPROBS: Final = 131_072
 
 
 class ParamResolver:
