@@ -1,9 +1,9 @@
 """Records this version's messages for all later ones: `python -m tests.schemas.recording VERSION`.
 
 One `.msgpack` per message of samples.py; `values.json`, what each of them means; `enums.json`,
-every word of every enumeration; written by hand, `queue.json`, a queue key by key. A recording is
-made anew until its version of the wire is released, and never changed afterwards: a test that fails
-against it then shows that running systems would break.
+every word of every enumeration; written by hand, `queue.json`, a queue key by key. What is recorded
+stays as it is, and new samples are added to it: a test that fails against a recording shows that
+running systems would break.
 """
 
 from __future__ import annotations
@@ -54,15 +54,27 @@ def _missing(place: str, recorded: Any, now: Any) -> list[str]:
         return sorted(lost) + [
             line for key in both for line in _missing(f"{place}.{key}", recorded[key], now[key])
         ]
+    if isinstance(recorded, list) and isinstance(now, list):
+        is_entry = ".logprobs" in place and isinstance(next(iter(recorded), None), float)
+        if len(recorded) == len(now) or (is_entry and len(recorded) < len(now)):  # it grows
+            return [
+                line
+                for index, (old, new) in enumerate(zip(recorded, now, strict=False))
+                for line in _missing(f"{place}[{index}]", old, new)
+            ]
     return [] if recorded == now else [f"{place} was {recorded!r} and is {now!r}"]
 
 
 def main(version: str) -> None:
     folder = FOLDER / version
     folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "values.json"
+    values = msgspec.json.decode(file.read_bytes()) if file.exists() else {}
     for name, (value, _) in SAMPLES.items():
+        if name in values:
+            continue
         (folder / f"{name}.msgpack").write_bytes(encode(value))
-    values = {name: meaning(value) for name, (value, _) in SAMPLES.items()}
+        values[name] = meaning(value)
     for name, content in (("values", values), ("enums", enumerations())):
         (folder / f"{name}.json").write_bytes(
             msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"

@@ -34,6 +34,10 @@ from tokenmill_schemas.result import (
     Usage,
 )
 
+PLAIN_LOGPROBS: Final = (  # of a worker that names no token by bytes
+    TokenLogprob(-0.25, ((72, -0.25), (73, -1.75))),
+    TokenLogprob(-2.5, ((105, -2.5),)),
+)
 LOGPROBS: Final = (
     TokenLogprob(-0.25, ((72, -0.25), (73, -1.75)), b"H", (b"H", b"\xe2\x98")),
     TokenLogprob(-2.5, ((105, -2.5),), b"i", (b"i",)),
@@ -87,6 +91,7 @@ REQUEST: Final = JobRequest(
     tool_choice="function:sky", parallel_tool_calls=False, continuations=(" blue", (5, 70)),
 )  # fmt: skip
 PROMPT: Final = ScoredPrompt((1, 72, 105), LOGPROBS, (0, 1, 2))
+PLAIN_PROMPT: Final = msgspec.structs.replace(PROMPT, logprobs=PLAIN_LOGPROBS)
 DELTA: Final = ToolCallDelta(1, "c1", "sky", '{"of', token=1)
 CHUNK: Final = Chunk(
     job_id="job-1", index=3, token_ids=(72, 105), text="Hi", choice=1, logprobs=LOGPROBS,
@@ -187,10 +192,26 @@ SAMPLES: Final[dict[str, tuple[msgspec.Struct, object]]] = {
         JobRequest,
     ),
     "request-least": (JobRequest(job_id="job-2", prompt="Once"), JobRequest),
-    "chunk": (CHUNK, Chunk),
+    "chunk": (
+        msgspec.structs.replace(CHUNK, logprobs=PLAIN_LOGPROBS, prompt=PLAIN_PROMPT),
+        Chunk,
+    ),
+    "chunk-bytes": (CHUNK, Chunk),
     "chunk-token": (Chunk(job_id="job-1", index=0, token_ids=(72,), text="H"), Chunk),
-    "result": (RESULT, JobResult),
+    "result": (
+        msgspec.structs.replace(
+            RESULT,
+            choices=(msgspec.structs.replace(RESULT.choices[0], logprobs=PLAIN_LOGPROBS),),
+            prompt=PLAIN_PROMPT,
+        ),
+        JobResult,
+    ),
+    "result-bytes": (RESULT, JobResult),
     "cancel": (Cancel("job-1"), ControlMessage),
     "drain": (Drain(), ControlMessage),
-    "worker-status": (STATUS, WorkerStatus),
+    "worker-status": (
+        msgspec.structs.replace(STATUS, max_model_len=0, adapters=(), aliases={}),
+        WorkerStatus,
+    ),
+    "worker-status-names": (STATUS, WorkerStatus),
 }

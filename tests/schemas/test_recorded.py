@@ -13,6 +13,7 @@ import tokenmill_schemas.control
 import tokenmill_schemas.generation
 import tokenmill_schemas.job
 import tokenmill_schemas.result
+from tests.schemas import recording
 from tests.schemas.recording import FOLDER, differences, enumerations, meaning
 from tests.schemas.samples import SAMPLES
 from tokenmill_schemas import codec
@@ -139,7 +140,7 @@ def _grown(node: Any, key: str = "") -> Any:
         return grown if free else grown | {"future": {"deep": [1, None, "x"]}}
     if isinstance(node, list):
         items = [_grown(item, key) for item in node]
-        is_struct = key == "logprobs" and len(node) == 2 and isinstance(node[0], float)
+        is_struct = key == "logprobs" and node and isinstance(node[0], float)
         return [*items, {"future": 1}] if is_struct else items
     return node
 
@@ -164,6 +165,40 @@ def test_a_parameter_sent_with_its_default_differs_from_an_absent_one():
 
 
 # ── the check itself ──
+
+
+def test_what_is_recorded_stays_when_samples_are_added(monkeypatch, tmp_path):
+    monkeypatch.setattr(recording, "FOLDER", tmp_path)
+    recording.main("9")
+    old, values = tmp_path / "9" / "chunk.msgpack", tmp_path / "9" / "values.json"
+    old.write_bytes(b"of an earlier day")
+    meant = values.read_bytes()
+    monkeypatch.setitem(SAMPLES, "chunk-new", SAMPLES["chunk-token"])
+    recording.main("9")
+    assert old.read_bytes() == b"of an earlier day"
+    added = msgspec.json.decode(values.read_bytes())
+    assert added.pop("chunk-new") == added["chunk-token"]
+    assert added == msgspec.json.decode(meant)
+
+
+def test_the_recorded_chunk_of_a_worker_without_bytes_is_kept_beside_one_with_them():
+    for name, named in (("chunk", [False, False]), ("chunk-bytes", [True, True])):
+        chunk = codec.decode_chunk((FOLDER / "1" / f"{name}.msgpack").read_bytes())
+        assert [bool(entry.token_bytes) for entry in chunk.logprobs] == named
+
+
+def test_a_log_probability_may_grow_at_its_end_and_nothing_else():
+    old = {"logprobs": [[-0.5, [[72, -0.5]]]], "queue_ms": [1.0]}
+
+    def found(**now):
+        return recording._missing("chunk", old, old | now)
+
+    assert found(logprobs=[[-0.5, [[72, -0.5]], "SA==", ["SA=="]]]) == []
+    assert found(logprobs=[[-0.5, [[72, -0.75]], "SA=="]]) == [
+        "chunk.logprobs[0][1][0][1] was -0.5 and is -0.75"
+    ]
+    assert len(found(logprobs=[[-0.5]])) == len(found(logprobs=old["logprobs"] * 2)) == 1
+    assert found(queue_ms=[1.0, 2.0]) == ["chunk.queue_ms was [1.0] and is [1.0, 2.0]"]
 
 
 def variant(changes: dict[str, Any], without: str = "") -> type[msgspec.Struct]:
