@@ -167,7 +167,7 @@ def test_a_parameter_sent_with_its_default_differs_from_an_absent_one():
 # ── the check itself ──
 
 
-def test_what_is_recorded_stays_when_samples_are_added(monkeypatch, tmp_path):
+def test_recorded_bytes_stay_when_samples_are_added(monkeypatch, tmp_path):
     monkeypatch.setattr(recording, "FOLDER", tmp_path)
     recording.main("9")
     old, values = tmp_path / "9" / "chunk.msgpack", tmp_path / "9" / "values.json"
