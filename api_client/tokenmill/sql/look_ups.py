@@ -1,19 +1,20 @@
 """Looks results up in threads of their own and with a time limit, for both clients.
 
-No caller, and no thread of an event loop, so waits for a frozen database. The threads end with the
-process, also while they wait.
+No caller, and no thread of an event loop, so waits for a frozen database. A thread ends when no
+look-up waits for one, and with the process, also during a look-up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Final
 
-from tokenmill.errors import QueueUnavailable
+from tokenmill.errors import ClientClosed, QueueUnavailable
 
 if TYPE_CHECKING:
     from tokenmill_schemas.result import JobResult
@@ -23,15 +24,23 @@ _AT_ONCE: Final = 5  # the connections of the pool
 
 
 class LookUps:
-    """Runs `look_up` for one client. Its threads start with the first calls."""
+    """Runs `look_up` for one client, in threads that start with the calls."""
 
     def __init__(self, look_up: Callable[[str], JobResult | None]) -> None:
         self._look_up = look_up
-        self._asked: SimpleQueue[tuple[str, Future[JobResult | None]] | None] = SimpleQueue()
-        self._threads: list[Thread] = []
+        self._is_closed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._lock = Lock()
+        self._asked: deque[tuple[str, Future[JobResult | None]]] = deque()
+        self._running = 0
 
     def find(self, job_id: str) -> JobResult | None:
-        """Return a job's result, or None. Raises QueueUnavailable after LIMIT_S."""
+        """Return a job's result, or None. Raises QueueUnavailable after LIMIT_S, and ClientClosed
+        after `close`.
+        """
         found = self._ask(job_id)
         try:
             return found.result(LIMIT_S)
@@ -47,22 +56,29 @@ class LookUps:
             raise _too_late() from None
 
     def close(self) -> None:
-        """End the threads, each after its present look-up."""
-        for _ in self._threads:
-            self._asked.put(None)
+        """Refuse further look-ups; those that have been asked for end by themselves."""
+        self._is_closed = True
 
     def _ask(self, job_id: str) -> Future[JobResult | None]:
+        if self._is_closed:
+            raise ClientClosed
+        if self._process != os.getpid():  # a fork has no threads, and may have a held lock
+            self._begin()
         found: Future[JobResult | None] = Future()
-        self._asked.put((job_id, found))
-        if len(self._threads) < _AT_ONCE:
-            thread = Thread(target=self._run, name="tokenmill-sql", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        with self._lock:
+            if self._running < _AT_ONCE:
+                Thread(target=self._run, name="tokenmill-sql", daemon=True).start()
+                self._running += 1
+            self._asked.append((job_id, found))
         return found
 
     def _run(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            job_id, found = asked
+        while True:
+            with self._lock:
+                if not self._asked:
+                    self._running -= 1
+                    return
+                job_id, found = self._asked.popleft()
             if not found.set_running_or_notify_cancel():
                 continue
             try:
