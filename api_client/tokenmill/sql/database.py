@@ -59,6 +59,7 @@ class Database:
             ) from error
         self.sql = sqlalchemy
         self._may_create = isinstance(where, Path)
+        self._is_closed = False
         self._errors = driver_errors
         if isinstance(where, Path):
             url = sqlalchemy.URL.create("sqlite", database=str(where.absolute()))
@@ -78,7 +79,11 @@ class Database:
         """
         try:
             with self._engine.begin() as connection:
-                yield connection
+                try:
+                    yield connection
+                finally:
+                    if self._is_closed:  # its pool is gone and would not close it
+                        connection.detach()
         except self.sql.exc.SQLAlchemyError as error:
             words = self._errors.sentence_of(error)
             if "unable to open database file" in words or "there is no database at" in words:
@@ -112,4 +117,6 @@ class Database:
             return bool(self.sql.inspect(connection).has_table(name))
 
     def close(self) -> None:
+        """Close the connections: those in use when their transactions end."""
+        self._is_closed = True
         self._engine.dispose()
