@@ -54,12 +54,16 @@ def test_doctor_lists_the_engine_s_abilities(tmp_path: Path) -> None:
 
 
 def test_the_settings_that_are_given_are_named_by_the_engine_that_has_them(tmp_path: Path) -> None:
-    given = {"database_url": f"sqlite:///{tmp_path}/t.db", "quantization": "int8", "num_blocks": 9}
+    given = {
+        "database_url": f"sqlite:///{tmp_path}/t.db",
+        "quantization": "int8",
+        "max_num_seqs": 9,
+    }
     settings = load_settings(given | {"webhook_secret": "whsec_" + "A" * 32}, strict=False)
     found = [item.words for item in examine(settings) if item.subject == "settings"]
     assert set(found) == {
         f"Worker: database_url=sqlite:///{tmp_path}/t.db",
-        "Engine: num_blocks=9",
+        "Engine: max_num_seqs=9",
         "Engine: own: quantization=int8",
         "Tasks: webhook_secret=***",
     }
