@@ -16,7 +16,7 @@ from tokenmill_worker.input.input_processor import InputProcessor
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.text.tokenizer import Tokenizer
 
-NOTHING = Capabilities(limits={"temperature": (0.0, 2.0)})
+NOTHING = Capabilities(limits={"temperature": (0.0, 2.0)}, unavailable=("no_repeat_ngram_size",))
 EBNF = 'root ::= "a"'
 CHAT = {"prompt": None, "messages": (Message("user", "hi"),)}
 ASKED = {
@@ -32,6 +32,7 @@ ASKED = {
     "prompt_logprobs": {"params": {"prompt_logprobs": 0}},
     "echo with log-probabilities": {"params": {"echo": True, "logprobs": True}},
     "lora": {"params": {"lora": "poet"}},
+    "no_repeat_ngram_size": {"params": {"no_repeat_ngram_size": 2}},
 }
 
 
@@ -71,7 +72,7 @@ def test_each_ability_that_a_request_can_ask_for_has_a_job_here():
     asked = {
         "structured": "response_format", "tool_grammars": "tools", "scores": "continuations",
         "adapters": "lora", "thinking_budget": "thinking_budget",
-        "prompt_logprobs": "prompt_logprobs",
+        "prompt_logprobs": "prompt_logprobs", "unavailable": "no_repeat_ngram_size",
     }  # fmt: skip
     unasked = {"exact_resume", "media", "limits"}
     fields = {field.name for field in msgspec.structs.fields(Capabilities)}

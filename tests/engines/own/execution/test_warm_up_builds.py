@@ -58,6 +58,7 @@ class Recorder:
         config = EngineConfig(**{**settings, **changes})
         self.info = SimpleNamespace(
             config=config,
+            warms_up=True,
             max_model_len=MAX_MODEL_LEN,
             cache_config=SimpleNamespace(block_sizes=[16], num_usable=1000),
             graphed_decodes=graph_sizes(config, MAX_MODEL_LEN).decodes,
