@@ -17,12 +17,12 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
     request_id: str
     choice: int = 0
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0
-    preemptions: int = 0
-    error: str | None = None
+    token_ids: tuple[int, ...] = ()  # new ones, an end token included
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of each new token, where asked for
+    finish_reason: FinishReason | None = None  # the choice has ended
+    num_cached_tokens: int = 0  # of the prompt, found in a cache; on a choice's first event
+    preemptions: int = 0  # of this choice so far
+    error: str | None = None  # one sentence for the user, where finish_reason is "error"
     error_code: str | None = None  # "invalid_request", "context_length_exceeded", "engine_error"
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of further tokens of the prompt
 
@@ -35,13 +35,13 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     requests that wait already.
     """
 
-    free_sequences: int
-    free_blocks: int
-    waiting: int
-    running: int
-    block_size: int
-    max_model_len: int
-    free_urgent: int = 0
+    free_sequences: int  # choices that could start now
+    free_blocks: int  # of the KV cache
+    waiting: int  # choices that wait for a place
+    running: int  # choices that have one
+    block_size: int  # in tokens
+    max_model_len: int  # in tokens
+    free_urgent: int = 0  # places for interactive choices: free ones, and those of bulk work
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

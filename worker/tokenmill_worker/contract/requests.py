@@ -24,14 +24,14 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
     start: int  # index of its first token
     length: int  # in tokens
     kind: str  # "image"
-    digest: bytes
+    digest: bytes  # of its content
 
 
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
     """Holds what a model reads before its answer: token ids, and spans of media in order."""
 
     token_ids: tuple[int, ...]
-    media: tuple[MediaSpan, ...] = ()
+    media: tuple[MediaSpan, ...] = ()  # in order; each is an array of its fields
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -53,11 +53,11 @@ class Thoughts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         budget: tokens of thoughts at most; None: no limit.
     """
 
-    end: tuple[int, ...]
-    closing: tuple[int, ...]
-    start: int | None = None
-    is_open: bool = False
-    budget: int | None = None
+    end: tuple[int, ...]  # ids that end the thoughts
+    closing: tuple[int, ...]  # ids that alone follow a spent budget; they end with `end`
+    start: int | None = None  # first token of an answer with thoughts; of open ones: ends a head
+    is_open: bool = False  # the answer begins within thoughts
+    budget: int | None = None  # tokens of thoughts at most; None: no limit
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,17 +71,17 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     time of `time.monotonic`, which the processes of a machine share.
     """
 
-    request_id: str
+    request_id: str  # of one that runs; a later one may have it again
     prompt: Prompt
-    params: SamplingParams = SamplingParams()
-    priority: int = 1
-    tenant: str = ""
-    cache_salt: str = ""
-    deadline: float | None = None
-    resumed: tuple[tuple[int, ...], ...] = ()
+    params: SamplingParams = SamplingParams()  # none unnamed but max_tokens and seed
+    priority: int = 1  # 0 interactive, 1 standard, 2 bulk
+    tenant: str = ""  # whose turn it takes where tenants take turns
+    cache_salt: str = ""  # requests of another salt share no prefix with it
+    deadline: float | None = None  # on the machine's monotonic clock, in seconds
+    resumed: tuple[tuple[int, ...], ...] = ()  # tokens of each choice from an earlier engine
     thoughts: Thoughts | None = None  # where a grammar or a budget depends on them
     done: tuple[int, ...] = ()  # choices that ended in an earlier attempt; they are not run again
-    given: tuple[tuple[int, ...], ...] = ()
+    given: tuple[tuple[int, ...], ...] = ()  # tokens of each choice: to be scored, not drawn
 
 
 class RequestError(ValueError):

@@ -1,4 +1,4 @@
-"""Declares the fields of EngineConfig: their help, their limits, and the values they may have."""
+"""Declares the settings of a kind of engine: their help, limits, and the values they may have."""
 
 from __future__ import annotations
 

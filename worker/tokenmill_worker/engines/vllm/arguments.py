@@ -13,7 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from tokenmill_schemas.generation import LOGPROBS_MODES
 from tokenmill_worker.engines.vllm.config import MAX_LOGPROBS, VllmConfig
 
-TESTED: Final = ((0, 32), (0, 34))  # minor versions: from, below
+TESTED: Final = ((0, 32), (0, 33))  # minor versions: from, below
 # arguments that follow from the worker's own settings, or on which the adapter depends
 OWNED: Final = {
     "model": "--model",

@@ -54,7 +54,9 @@ class RunningChoice:
 
     @property
     def may_be_displaced(self) -> bool:
-        """Return whether it can go on elsewhere as it would have gone on here."""
+        """Return whether another attempt can go on behind its tokens. A seed goes on exactly where
+        vLLM's noise is keyed by position.
+        """
         params = self.request.params
         waits_for_prompt = params.prompt_logprobs is not None and not self.has_reported
         return not (self.request.given or waits_for_prompt or params.presence_penalty)

@@ -112,6 +112,7 @@ def _load(start: Start, emit: Emit) -> tuple[Any, Ready]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from tokenmill_worker.engines.own.model.model_files import resolve
+    from tokenmill_worker.engines.own.model.vocabulary import has_tokenizer
     from tokenmill_worker.engines.vllm.adapter import Adapter, StepHook
     from tokenmill_worker.engines.vllm.figures import Figures
 
@@ -137,7 +138,7 @@ def _load(start: Start, emit: Emit) -> tuple[Any, Ready]:
     defaults, eos = _generation_defaults(folder, model)
     is_v2 = bool(getattr(config, "use_v2_model_runner", False))
     capabilities = capabilities_of(
-        has_grammars=plugin.is_installed() and not model.skip_tokenizer_init,
+        has_grammars=plugin.is_installed() and has_tokenizer(folder),
         has_adapters=bool(settings.adapters),
         has_position_seeds=is_v2,
     )
