@@ -8,8 +8,10 @@ from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from ops.benchmarks.measure.figures import Arrivals
 from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
+from tokenmill_worker.engines import kind_for
 from tokenmill_worker.engines.own import EngineConfig, SamplingParams
 from tokenmill_worker.engines.own.execution.warm_up import warm_up
+from tokenmill_worker.engines.synthetic.runner import SyntheticRunner
 
 
 class Tokenmill(MeasuredEngine):
@@ -24,7 +26,9 @@ class Tokenmill(MeasuredEngine):
         self.description = self._engine.runner.info.description
 
     def _load(self, config: EngineConfig) -> CollectingEngine:
-        return CollectingEngine.load(config)
+        if kind_for(config.model) == "own":
+            return CollectingEngine.load(config)
+        return CollectingEngine.around(SyntheticRunner.load(config))
 
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
         engine = self._engine

@@ -4,7 +4,8 @@ It notes as little as possible: what is kept for every token makes the worker sl
 cold memory than through the time of writing. A noted job has NOTED_SEED as its seed, which greedy
 sampling ignores. The lines are written to a file when the engine has been idle for two frames in a
 row, because at the first idle frame the last answers are still on their way. Settings come from the
-environment, as for any worker; the argument is the file's name. A line is
+environment, as for any worker; the arguments are the file's name, and as JSON the values of
+EngineConfig that are no settings. A line is
 
     <step's end> <job> <tokens so far>
 
@@ -12,8 +13,10 @@ in seconds of the machine's monotonic clock.
 """
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -69,7 +72,8 @@ def main() -> int:
     with Path(sys.argv[1]).open("a", encoding="ascii", buffering=1 << 20) as file:
 
         def make_host() -> StampingHost:
-            return StampingHost(start_of(settings.engine_config(), settings.cache_dir), file)
+            config = replace(settings.engine_config(), **json.loads(sys.argv[2]))
+            return StampingHost(start_of(config, settings.cache_dir), file)
 
         worker = Worker(settings, make_host, has_process=True)
         return asyncio.run(worker.serve())

@@ -8,6 +8,7 @@ All processes are on one machine and read one monotonic clock.
 
 import asyncio
 import gc
+import json
 import os
 import signal
 import sys
@@ -16,16 +17,22 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from ops.benchmarks.measure.figures import Arrivals
 from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
 from ops.benchmarks.peers.stamped_worker import NOTED_SEED
 from tokenmill import AsyncClient
+from tokenmill_worker.engines import kind_for, kind_named
 from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.local.valkey_server import ValkeyServer
 from tokenmill_worker.record import migrate
-from tokenmill_worker.settings import Settings, child_environment, load_settings
+from tokenmill_worker.settings import (
+    Settings,
+    child_environment,
+    load_settings,
+)
 
 QUEUE = "bench"
 START_TIMEOUT_S = 300.0
@@ -73,11 +80,14 @@ class WholeWay(MeasuredEngine):
         self.url = f"unix://{socket}"
         self.database = f"sqlite:///{folder / 'results.db'}"
         migrate.upgrade(self.database)
-        command = [sys.executable, "-m", "ops.benchmarks.peers.stamped_worker", str(self._notes)]
+        given, known = options.engine_settings(), kind_named(kind_for(options.model)).settings
+        direct = {name: value for name, value in given.items() if name not in known}
+        worker = "ops.benchmarks.peers.stamped_worker"
+        command = [sys.executable, "-m", worker, str(self._notes), json.dumps(direct)]
         self._worker = GuardedProcess(
             command,
             at_death=signal.SIGKILL,
-            env=child_environment(self._settings(options)),
+            env=child_environment(self._settings({n: given[n] for n in given if n in known})),
             output=sys.stderr.buffer,
         )
         self._undo.callback(self._worker.end, signal.SIGTERM)
@@ -91,9 +101,9 @@ class WholeWay(MeasuredEngine):
         gc.freeze()  # garbage collection skips the benchmark's own objects from here on
         self.description = "Valkey (append-only), worker, SQLite (WAL), a subscriber per job"
 
-    def _settings(self, options: EngineOptions) -> Settings:
+    def _settings(self, engine: Mapping[str, Any]) -> Settings:
         service = {"redis_url": self.url, "database_url": self.database, "queue": QUEUE}
-        return load_settings({**service, **options.engine_settings()})
+        return load_settings(service | dict(engine))
 
     async def _connect(self) -> AsyncClient:
         return AsyncClient(self.url, queue=QUEUE, database=self.database)

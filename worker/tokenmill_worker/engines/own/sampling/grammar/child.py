@@ -49,7 +49,10 @@ def main() -> None:
     children: dict[int, socket.socket] = {}
     signal.signal(signal.SIGCHLD, lambda *_: _tell_ended(children))
     gc.freeze()  # keeps the pages shared with the forked processes
-    engine.sendall(b"\0")  # ready
+    try:
+        engine.sendall(b"\0")  # ready
+    except (BrokenPipeError, ConnectionResetError):  # the engine has ended meanwhile
+        return
     while True:
         _, fds, _, _ = socket.recv_fds(engine, 1, 1)
         if not fds:
