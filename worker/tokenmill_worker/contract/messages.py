@@ -36,7 +36,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Version(msgspec.Struct, frozen=True):
-    version: str = BASE
+    version: str
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
