@@ -55,6 +55,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=0,
         help="how many jobs the soak of the service submits instead",
     )
+    parser.addoption(
+        "--engine", default="", help="package of an engine that tests/engines/conformance tries"
+    )
+    parser.addoption(
+        "--engine-command",
+        default="",
+        help="command line of its process, without the number of the socket",
+    )
+    parser.addoption("--engine-settings", default="{}", help="settings in its first frame, as JSON")
 
 
 def _length(item: pytest.Item) -> tuple[float, bool]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.environments import OF_OUR_ENGINE, without
 from tests.support.worker import database_url, settings, thread_host
 from tokenmill_worker.app import Worker, background
 
@@ -57,6 +58,36 @@ async def test_an_unreachable_server_at_the_start_is_logged_once(
     said = [record.getMessage() for record in caplog.records if "Not ready" in record.getMessage()]
     assert len(said) == 1, said
     assert said[0].startswith("Not ready; trying again for 60 s: cannot reach Redis at ")
+
+
+IMPORTED_BY_THE_WORKER = """
+import importlib, pkgutil, sys
+import tokenmill_worker
+
+found = pkgutil.walk_packages(tokenmill_worker.__path__, "tokenmill_worker.")
+names = [module.name for module in found]
+of_engines = tuple(f"tokenmill_worker.engines.{kind}" for kind in ("own", "synthetic", "vllm"))
+chosen = [name for name in names if not name.startswith(of_engines) or name.endswith(".config")]
+for name in chosen:
+    if not name.endswith((".__main__", "checking.child")):
+        importlib.import_module(name)
+print(len(chosen))
+"""
+
+
+def test_each_module_outside_of_the_engines_is_imported_without_their_packages(
+    tmp_path: Path,
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", IMPORTED_BY_THE_WORKER],
+        env=without(tmp_path / "site", *OF_OUR_ENGINE),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 100
 
 
 def test_a_worker_process_does_not_import_torch() -> None:

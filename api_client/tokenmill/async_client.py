@@ -10,30 +10,22 @@ async with AsyncClient("redis://localhost:6379/0", queue="smollm2-135m-instruct"
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import redis.asyncio
 
-from tokenmill.base import TRANSLATED, ClientBase, check_open, one_job, translate
-from tokenmill.errors import ConfigurationError, JobFailed, TokenmillError
+from tokenmill.base import ClientBase, check_open, one_job
+from tokenmill.errors import ConfigurationError, JobFailed, QueueUnavailable
 from tokenmill.operations import jobs as job_operations
 from tokenmill.operations import overview as queue_overview
 from tokenmill.operations import queue as queue_operations
+from tokenmill.operations.async_driver import AsyncIODriver
 from tokenmill.operations.io_requests import (
     ClientOptions,
-    Commands,
-    Emit,
-    IORequest,
     Operation,
-    QueryDatabase,
-    Receive,
-    RunScript,
-    ServerTime,
-    Sleep,
-    StreamMessages,
-    Subscribe,
 )
 from tokenmill.operations.overview import QueueState
 from tokenmill.operations.queue import DeadJob
@@ -42,14 +34,16 @@ from tokenmill.operations.retry_window import is_served
 from tokenmill.operations.submit import JobHandle, as_score, submit
 from tokenmill.operations.tracing import producing
 from tokenmill.transport import scripts
-from tokenmill.transport.async_pubsub import MultiplexedSubscription, PubSubMultiplexer
+from tokenmill.transport.async_pubsub import PubSubMultiplexer
 from tokenmill.transport.connect import connect_async
-from tokenmill.transport.repairs import reraise_cancellation
-from tokenmill.transport.sync_pubsub import Signal
+from tokenmill.transport.refusals import TRANSLATED
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobResult, JobStatus
+
+if TYPE_CHECKING:
+    from tokenmill.sql import SqlResults
 
 T = TypeVar("T")
 
@@ -58,7 +52,8 @@ _COMMANDS_AT_ONCE = 32  # limits the connections too: thousands of tasks may wai
 
 class AsyncClient(ClientBase):
     """A client of one queue, for one event loop: the loop in which it is first used. Client
-    describes the arguments.
+    describes the arguments. Clients that are given one `SqlResults` share its connections; their
+    caller closes it.
     """
 
     def __init__(
@@ -66,14 +61,14 @@ class AsyncClient(ClientBase):
         url: str = "redis://localhost:6379/0",
         *,
         queue: str,
-        database: str | None = None,
+        database: str | SqlResults | None = None,
         prefix: str = "tm:",
         options: ClientOptions | None = None,
         redis_client: redis.asyncio.Redis | None = None,
     ) -> None:
         super().__init__(url, queue, database, prefix, options or ClientOptions())
         self._redis = redis_client or connect_async(url, self._options.link)
-        self._multiplexer = PubSubMultiplexer(self._redis)
+        self._multiplexer = PubSubMultiplexer(self._redis, self._look)
         self._limiter = asyncio.Semaphore(_COMMANDS_AT_ONCE)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -95,8 +90,18 @@ class AsyncClient(ClientBase):
 
         If you leave the stream early, call `aclose` on it to end its subscription at once.
         """
+        return _each(self.batches(job, starting_after=starting_after, timeout=timeout))
+
+    def batches(
+        self, job: str, *, starting_after: str | int = 0, timeout: float | None = None
+    ) -> AsyncGenerator[Sequence[Chunk], None]:
+        """Yield the chunks of a job as `stream` does, each time all that are there, at most
+        MOST_AT_ONCE.
+        """
         starting_after = job_operations.check_starting_after(starting_after)
-        return self._emit(job_operations.follow(self._context, str(job), starting_after, timeout))
+        return self._driver().batches(
+            job_operations.follow(self._context, str(job), starting_after, timeout)
+        )
 
     async def result(
         self, job: str, timeout: float | None = None, *, check: bool = False
@@ -120,6 +125,10 @@ class AsyncClient(ClientBase):
 
     async def status(self, job: str) -> JobInfo:
         return await self.perform(job_operations.status(self._context, str(job)))
+
+    async def request(self, job: str, tenant: str | None = None) -> JobRequest | None:
+        """Return the request of a job that has not ended; see Client.request."""
+        return await self.perform(job_operations.request(self._context, str(job), tenant))
 
     async def cancel(self, job: str) -> str:
         """Cancel a job; see Client.cancel."""
@@ -193,6 +202,11 @@ class AsyncClient(ClientBase):
 
     # ── running operations ──
 
+    def _check(self) -> None:
+        """Raise ClientClosed after `close`, and ConfigurationError in another event loop."""
+        check_open(self)
+        self._check_loop()
+
     def _check_loop(self) -> None:
         """Raise ConfigurationError in another event loop than the first: the connections belong to
         that one.
@@ -205,11 +219,14 @@ class AsyncClient(ClientBase):
                 "makes a loop)"
             )
 
+    def _driver(self) -> AsyncIODriver:
+        return AsyncIODriver(self, self._redis, self._multiplexer, self._limiter, self._check)
+
     async def perform(self, operation: Operation[T]) -> T:
         """Run an operation that emits no values, and return its result: a generator that yields IO
         requests. Modules that extend the client beyond its own methods use this.
         """
-        driver = AsyncIODriver(self, self._redis, self._multiplexer, self._limiter)
+        driver = self._driver()
         try:
             request = driver.step(operation)
             while request is not None:
@@ -221,120 +238,21 @@ class AsyncClient(ClientBase):
             operation.close()
             await driver.close()
 
-    async def _emit(self, operation: Operation[None]) -> AsyncGenerator[Any, None]:
-        driver = AsyncIODriver(self, self._redis, self._multiplexer, self._limiter)
+    async def _look(self, channels: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the state of each channel's job; see lua/look.lua. Raises QueueUnavailable."""
+        jobs = [channel.rpartition(b":")[2] for channel in channels]
         try:
-            while (request := driver.step(operation)) is not None:
-                if isinstance(request, Emit):
-                    yield request.value
-                elif isinstance(request, StreamMessages):
-                    receive, timeout = driver.receiver(), request.timeout
-                    values_of, on_taken = request.values_of, request.on_taken
-                    while (values := values_of(message := await receive(timeout))) is not None:
-                        for value in values:
-                            yield value
-                        on_taken()
-                    driver.answer = message
-                else:
-                    await driver.perform(request)
-        finally:
-            operation.close()
-            await driver.close()
+            async with self._limiter:
+                states: Sequence[bytes] = await scripts.call_async(
+                    self._redis, scripts.LOOK, *self.script_head, *jobs
+                )
+        except TRANSLATED as error:
+            raise QueueUnavailable(str(error)) from error
+        return states
 
 
-class AsyncIODriver:
-    """Executes the IO requests of one operation, and owns the subscription that it opens."""
-
-    def __init__(
-        self,
-        client: AsyncClient,
-        connection: redis.asyncio.Redis,
-        multiplexer: PubSubMultiplexer,
-        limiter: asyncio.Semaphore,
-    ) -> None:
-        self.value: Any = None  # what the operation returned
-        self._client = client
-        self._redis = connection
-        self._multiplexer = multiplexer
-        self._limiter = limiter
-        self._subscription: MultiplexedSubscription | None = None
-        self.answer: Any = None  # the reply to the last IO request
-        self._trouble: TokenmillError | None = None
-
-    def step(self, operation: Operation[Any]) -> IORequest | None:
-        """Send the reply to the last IO request into the operation and return its next request;
-        None at the end.
-        """
-        answer, trouble = self.answer, self._trouble
-        self.answer, self._trouble = None, None
-        try:
-            return operation.throw(trouble) if trouble is not None else operation.send(answer)
-        except StopIteration as end:
-            self.value = end.value
-            return None
-
-    async def perform(self, request: IORequest) -> None:
-        try:
-            with reraise_cancellation():
-                self.answer = await self._perform(request)
-        except Exception as error:
-            # if another task closed the client, redis-py raises arbitrary errors
-            check_open(self._client)
-            if not isinstance(error, TRANSLATED):
-                raise
-            self._trouble = translate(error)
-
-    def receiver(self) -> Callable[[float], Awaitable[bytes | Signal | None]]:
-        assert self._subscription is not None, "an operation subscribes before it receives"
-        return self._subscription.receive
-
-    async def _perform(self, request: IORequest) -> Any:
-        check_open(self._client)
-        self._client._check_loop()
-        match request:
-            case RunScript(script, arguments):
-                async with self._limiter:
-                    return await scripts.call_async(
-                        self._redis, script, *self._client.script_head, *arguments
-                    )
-            case Commands(commands, tolerant):
-                async with self._limiter:
-                    return await self._commands(commands, tolerant)
-            case Subscribe(channel):
-                await self.close()
-                self._subscription = await self._multiplexer.subscribe(channel)
-                return None
-            case Receive(timeout):
-                return await self.receiver()(timeout)
-            case QueryDatabase(job_id):
-                look_ups = self._client._look_ups
-                return await look_ups.find_async(job_id) if self._client.has_database else None
-            case ServerTime():
-                clock, key = self._client.clock, self._client.keys.meta
-                return await clock.refresh_async(self._redis, key)
-            case Sleep(seconds):
-                return await asyncio.sleep(seconds)
-        raise TypeError(f"no such IO request: {request!r}")
-
-    async def _commands(
-        self, commands: Sequence[tuple[scripts.Argument, ...]], tolerant: bool
-    ) -> Sequence[Any]:
-        if not commands:
-            return []
-        if len(commands) == 1 and not tolerant:
-            execute: Any = self._redis.execute_command
-            return [await execute(*commands[0])]
-        pipeline: Any
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for command in commands:
-                pipeline.execute_command(*command)
-            replies: Sequence[Any] = await pipeline.execute(raise_on_error=not tolerant)
-        return replies
-
-    async def close(self) -> None:
-        if self._subscription is not None:
-            subscription, self._subscription = self._subscription, None
-            await subscription.close()
-        # closed meanwhile: connections returned to the pool since are open
-        if self._client.is_closed:
-            await self._redis.aclose()
+async def _each(batches: AsyncGenerator[Sequence[Chunk], None]) -> AsyncGenerator[Chunk, None]:
+    async with aclosing(batches):
+        async for batch in batches:
+            for chunk in batch:
+                yield chunk

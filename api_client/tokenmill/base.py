@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
 import threading
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
-
-import redis
-from redis.exceptions import AuthenticationError, NoPermissionError
 
 from tokenmill.errors import (
     ClientClosed,
     ConfigurationError,
     InvalidRequest,
-    QueueUnavailable,
     QueueUnserved,
-    TokenmillError,
-    not_unicode,
 )
 from tokenmill.openai.form_values import FormError
 from tokenmill.operations.io_requests import ClientOptions, Operation, QueueContext, ServerTime
@@ -30,8 +22,7 @@ from tokenmill.operations.submit import (
     has_relative_times,
 )
 from tokenmill.sql.look_ups import LookUps
-from tokenmill.transport.connect import SERVER_TROUBLE, parse_url, server_words
-from tokenmill.transport.refusals import write_refusal
+from tokenmill.transport.connect import parse_url
 from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.keys import Keys
@@ -41,26 +32,30 @@ if TYPE_CHECKING:
     from tokenmill.sql import SqlResults
 
 log = logging.getLogger(__name__)
-# redis-py's words: "Error 111 connecting to localhost:6379. Connection refused."
-_NOT_CONNECTED = re.compile(r"Error (-?\d+) connecting to (\S+)\. ?(.*)", re.DOTALL)
-TRANSLATED = (*SERVER_TROUBLE, UnicodeError)  # what `translate` takes
 
 
 class ClientBase:
     """The common part of both clients. No connection is opened before the first call."""
 
     def __init__(
-        self, url: str, queue: str, database: str | None, prefix: str, options: ClientOptions
+        self,
+        url: str,
+        queue: str,
+        database: str | SqlResults | None,
+        prefix: str,
+        options: ClientOptions,
     ) -> None:
         self.keys = Keys(checked_queue(queue), prefix)
-        for what, text in (("URL", url), ("key prefix", prefix), ("database URL", database or "")):
+        self._results = None if isinstance(database, str | None) else database
+        self._shares_results = self._results is not None
+        where = database if isinstance(database, str | None) else database.url
+        for what, text in (("URL", url), ("key prefix", prefix), ("database URL", where or "")):
             _check_unicode(f"the {what}", text)
         self._options = options
         self._context = QueueContext(self.keys, options)
-        self._database = database
-        self._results: SqlResults | None = None
+        self._database = where
         self._opening = threading.Lock()
-        self._look_ups = LookUps(self.look_up)
+        self.look_ups = LookUps(self.look_up)
         self.clock = ServerClock()
         self.is_closed = False
         self._has_warned = False
@@ -102,11 +97,11 @@ class ClientBase:
         return found
 
     def _close_results(self) -> None:
-        self._look_ups.close()
+        self.look_ups.close()
         with self._opening:
-            if self._results is not None:
+            if self._results is not None and not self._shares_results:
                 self._results.close()
-                self._results = None
+            self._results = None
 
     def _noted(self, handles: list[JobHandle]) -> list[JobHandle]:
         """Return the handles. Warn once per client if no worker has ever served the queue."""
@@ -175,43 +170,3 @@ def check_open(client: ClientBase) -> None:
     """Raise ClientClosed if the client has been closed."""
     if client.is_closed:
         raise ClientClosed
-
-
-def translate(error: Exception) -> TokenmillError:
-    """Return the client's exception for one of TRANSLATED.
-
-    A user that the server rejects becomes ConfigurationError, and an argument that a script rejects
-    (INVALID) or that cannot be encoded becomes InvalidRequest: waiting repairs neither. Every other
-    error is trouble with the server and becomes QueueUnavailable.
-    """
-    if isinstance(error, UnicodeEncodeError):
-        return not_unicode(error)
-    if isinstance(error, UnicodeError):  # socket's, for labels that are empty or too long
-        return ConfigurationError(f"the Redis URL's host is not the name of a host: {error}")
-    source = error.__cause__ if isinstance(error, QueueUnavailable) else error
-    if isinstance(source, (AuthenticationError, NoPermissionError)):
-        refusal = ConfigurationError(f"Redis refuses this user: {server_words(source)}")
-        refusal.__cause__ = source
-        return refusal
-    if isinstance(error, QueueUnavailable):
-        return error
-    if isinstance(error, redis.ResponseError) and str(error).startswith("INVALID "):
-        return InvalidRequest([str(error).removeprefix("INVALID ")])
-    trouble = QueueUnavailable(_unavailable(error, server_words(error)))
-    trouble.__cause__ = error
-    return trouble
-
-
-def _unavailable(error: Exception, words: str) -> str:
-    """Return one sentence: which server cannot be reached and why, or what the server answered."""
-    if (refusal := write_refusal(error)) is not None:
-        return refusal
-    if isinstance(error, redis.ResponseError):
-        return f"Redis answers with an error: {words}"
-    refused = _NOT_CONNECTED.match(words)
-    if refused is None:
-        return f"cannot reach Redis: {words}"
-    number, address, rest = refused.groups()
-    is_system_error = int(number) > 0 and not rest.startswith("[SSL")  # TLS errors have number 1
-    reason = os.strerror(int(number)) if is_system_error else rest.rstrip(".")
-    return f"cannot reach Redis at {address}: {reason}"

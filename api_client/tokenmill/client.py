@@ -5,8 +5,7 @@
         for chunk in client.stream(job):
             print(chunk.text, end="")
 
-A client may be shared between threads. Its own threads only look results up in SQL. The operations
-behind its methods are in `tokenmill.operations`.
+A client may be shared between threads. Its own threads only look results up in SQL.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 import redis
 
-from tokenmill.base import TRANSLATED, ClientBase, check_open, one_job, translate
+from tokenmill.base import ClientBase, check_open, one_job
 from tokenmill.errors import JobFailed, TokenmillError
 from tokenmill.operations import jobs as job_operations
 from tokenmill.operations import overview as queue_overview
@@ -44,6 +43,7 @@ from tokenmill.operations.submit import JobHandle, as_score, submit
 from tokenmill.operations.tracing import producing
 from tokenmill.transport import scripts
 from tokenmill.transport.connect import connect
+from tokenmill.transport.refusals import TRANSLATED, translate
 from tokenmill.transport.sync_pubsub import Signal, Subscription
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.control import WorkerStatus
@@ -148,6 +148,12 @@ class Client(ClientBase):
 
     def status(self, job: str) -> JobInfo:
         return self.perform(job_operations.status(self._context, str(job)))
+
+    def request(self, job: str, tenant: str | None = None) -> JobRequest | None:
+        """Return what a job was submitted with, while it waits or runs; None after its end, for an
+        unknown job, and with `tenant` for another tenant's.
+        """
+        return self.perform(job_operations.request(self._context, str(job), tenant))
 
     def cancel(self, job: str) -> str:
         """Cancel a job. Repeating the call is safe.
@@ -305,10 +311,10 @@ class IODriver:
                 self.close()
                 self._subscription = Subscription(self._redis, channel)
                 return None
-            case Receive(timeout):
+            case Receive(timeout, _):
                 return self.receive(timeout)
             case QueryDatabase(job_id):
-                look_ups = self._client._look_ups
+                look_ups = self._client.look_ups
                 return look_ups.find(job_id) if self._client.has_database else None
             case ServerTime():
                 return self._client.clock.refresh(self._redis, self._client.keys.meta)

@@ -19,6 +19,7 @@ COMMANDS = {
     "engine": "the bare engine: tokens/s and first tokens, beside --peer NAME",
     "service": "the service (Valkey, log, pub/sub, SQL) beside the bare engine",
     "bulk": "what a bulk file costs the interactive jobs beside it",
+    "gateway": "what OpenAI's API costs beside the client alone",
     "quality": "what rounding weights, keys and values costs: perplexity",
     "simulate": "how many workers one queue server carries, counted",
     "gpu": "share of the floor that the engine reaches on a CUDA device",
@@ -52,7 +53,9 @@ def _run(module: ModuleType, name: str, argv: list[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     module.add_arguments(parser)
     options = parser.parse_args(argv)
-    head = {"command": name, "arguments": argv, "machine": machine(), "at": time.time()}
+    here = machine()
+    print(f"{here['cpu']}, {here['cores']} cores, Python {here['python']}")
+    head = {"command": name, "arguments": argv, "machine": here, "at": time.time()}
     options.keep = lambda partial: _write(options.json, {**head, **partial})
     try:
         result = module.run(options)

@@ -17,6 +17,7 @@ BEGIN, END = "<!-- map: begin (ops/tools/map.py) -->", "<!-- map: end -->"
 HOUSES = (
     ("Worker", "worker", "tokenmill_worker"),
     ("Our engine, inside the worker", "worker", "tokenmill_worker.engines.own"),
+    ("Gateway", "api_client", "tokenmill_gateway"),
     ("Client", "api_client", "tokenmill"),
     ("Schemas", "schemas", "tokenmill_schemas"),
 )

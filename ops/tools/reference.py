@@ -1,7 +1,8 @@
 """Generates parts of the guides from the code.
 
 These are ops/guides/settings.md, the tables and bytes between the markers of
-ops/guides/protocol.md, and the tables of engines in features.md and engine-protocol.md.
+ops/guides/protocol.md, the tables of engines in features.md and engine-protocol.md, and those of
+OpenAI's parameters in openai-parameters.md.
 
     python -m ops.tools.reference            # write them
     python -m ops.tools.reference --check    # report whether they are up to date, as a test does
@@ -22,7 +23,7 @@ import msgspec
 from msgspec import inspect as shapes
 from pydantic.fields import FieldInfo
 
-from ops.tools import reference_bytes, reference_engines
+from ops.tools import reference_api, reference_bytes, reference_engines
 from ops.tools.reference_engines import meanings_of
 from tokenmill_schemas import (
     chat_validation,
@@ -56,7 +57,7 @@ from tokenmill_worker.settings.flags import panel_of
 
 GUIDES = Path(__file__).parents[1] / "guides"
 COMMAND = "python -m ops.tools.reference"
-_SECTION = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_SECTION = re.compile(r"(<!-- generated: ([\w /]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _WORDS: dict[type[shapes.Type], str] = {
     shapes.StrType: "str", shapes.IntType: "int", shapes.FloatType: "float",
@@ -250,6 +251,11 @@ PROTOCOL: dict[str, Callable[[], str]] = {
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "protocol.md": PROTOCOL,
     "features.md": {"kinds of engine": reference_engines.kinds_table},
+    "openai-parameters.md": {
+        url.removeprefix("/v1/"): lambda url=url: reference_api.parameters_table(url)  # type: ignore[misc]
+        for url in reference_api.BODIES
+    },
+    "vllm.md": {"parameters": lambda: reference_engines.parameters_table("vllm")},
     "engine-protocol.md": {
         struct.__name__: lambda struct=struct: struct_table(struct)  # type: ignore[misc]
         for struct in reference_engines.STRUCTS

@@ -22,6 +22,7 @@ from tokenmill_worker.contract.messages import (
 )
 from tokenmill_worker.contract.requests import GenerationRequest, MediaSpan, Prompt, Thoughts
 from tokenmill_worker.engines import KINDS, kind_named
+from tokenmill_worker.local.parameter_table import parameter_rows
 
 STRUCTS: tuple[type[msgspec.Struct], ...] = (
     Start, Submit, CancelRequest, Stop, LoadProgress, Logged, Ready, Frame, EngineFailed,
@@ -39,6 +40,13 @@ def kinds_table() -> str:
         cells = [f"`{name}`", meaning, *(column[name] or "–" for column in columns)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def parameters_table(kind: str) -> str:
+    """Return what an engine does differently with the parameters of a job."""
+    rows = [row for row in parameter_rows(kind_named(kind)) if row.is_different]
+    lines = [f"| parameter | the queue takes | {kind} | what happens |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| `{name}` | {' | '.join(cells)} |" for name, *cells in rows)])
 
 
 def meanings_of(struct: type[msgspec.Struct]) -> dict[str, str]:

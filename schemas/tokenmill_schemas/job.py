@@ -57,7 +57,8 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `messages`. With `continuations`, texts or token ids, the answers are given: nothing is drawn,
     and choice i holds continuation i with the log-probability of each of its tokens.
     `add_generation_prompt=None` means: yes, unless the final message is continued. `v` is the
-    version that a worker must read at least (`wire_version`).
+    version that a worker must read at least (`wire_version`). `envelope` and `previous_id` are the
+    producer's own: a worker records them with the result, and reads nothing of them.
     """
 
     job_id: str
@@ -87,6 +88,8 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_choice: str = "auto"  # auto, none, required, or function:NAME
     parallel_tool_calls: bool = True
     continuations: tuple[str | tuple[int, ...], ...] = ()
+    envelope: bytes = b""  # how an HTTP API shows the request
+    previous_id: str = ""  # the job whose answer this one goes on from
 
 
 SCHEMA_VERSION: Final = 1  # the newest version that this code reads

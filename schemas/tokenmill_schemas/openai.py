@@ -102,6 +102,7 @@ class ChatCompletion(
     choices: list[ChatChoice]
     usage: CompletionUsage
     system_fingerprint: str | None = None
+    service_tier: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +141,7 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
     id: str
     content: list[ReasoningText]
     summary: list[str] = []
-    status: str = "completed"
+    status: Literal["in_progress", "completed", "incomplete"] = "completed"
 
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
@@ -152,7 +153,7 @@ class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
     id: str
     content: list[OutputText]
-    status: Literal["completed", "incomplete"] = "completed"
+    status: Literal["in_progress", "completed", "incomplete"] = "completed"
     role: Literal["assistant"] = "assistant"
 
 
@@ -163,7 +164,10 @@ class FunctionCallItem(
     call_id: str
     name: str
     arguments: str
-    status: str = "completed"
+    status: Literal["in_progress", "completed", "incomplete"] = "completed"
+
+
+OutputItem = ReasoningItem | MessageItem | FunctionCallItem
 
 
 class InputDetails(msgspec.Struct, frozen=True):
@@ -183,24 +187,46 @@ class IncompleteDetails(msgspec.Struct, frozen=True):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
+class ResponseError(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+
+
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
-    """An answer. It does not repeat the request: `tools` is empty, `tool_choice` is the default."""
+    """An answer, with what the request asked for. All members are always present, as Open
+    Responses requires.
+    """
 
     id: str
     created_at: int
-    completed_at: int
+    completed_at: int | None = None
     model: str
-    output: list[ReasoningItem | MessageItem | FunctionCallItem]
-    usage: ResponseUsage
-    status: Literal["completed", "incomplete"]
-    incomplete_details: IncompleteDetails | None
-    max_output_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    error: None = None
-    instructions: None = None
+    output: list[OutputItem] = []
+    usage: ResponseUsage | None = None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    incomplete_details: IncompleteDetails | None = None
+    error: ResponseError | None = None
+    # of the request
+    background: bool = False
+    frequency_penalty: float = 0.0
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
     metadata: dict[str, str] = {}
     parallel_tool_calls: bool = True
-    previous_response_id: None = None
-    tool_choice: str = "auto"
-    tools: list[str] = []
+    presence_penalty: float = 0.0
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    reasoning: dict[str, object] | None = None
+    safety_identifier: str | None = None
+    service_tier: str = "default"
+    store: bool = True
+    temperature: float | None = 1.0
+    text: dict[str, object] = msgspec.field(
+        default_factory=lambda: {"format": {"type": "text"}}  # no form is asked for
+    )
+    tool_choice: str | dict[str, object] = "auto"
+    tools: list[dict[str, object]] = []
+    top_logprobs: int = 0
+    top_p: float | None = 1.0
+    truncation: Literal["disabled"] = "disabled"

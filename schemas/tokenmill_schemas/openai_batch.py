@@ -96,7 +96,7 @@ class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="batch"):
-    """OpenAI's batch object. Its files are named by their paths, because there is no file store."""
+    """OpenAI's batch object. The files of a bulk file are named by their paths."""
 
     id: str
     endpoint: str

@@ -107,6 +107,29 @@ def _ranges(params: SamplingParams) -> tuple[tuple[str, bool, str], ...]:
     )
 
 
+def rules() -> dict[str, str]:
+    """Return what each parameter whose values are bounded must be, for tables."""
+    ids = f"{MAX_SEQUENCE_IDS:,} ids at most"
+    sequences = f"{MAX_SEQUENCES:,} sequences at most, of {MAX_SEQUENCE_IDS:,} ids"
+    return {
+        **{name: rule.removeprefix("must be ") for name, _, rule in _ranges(SamplingParams())},
+        "seed": "a number of 64 bits",
+        "response_format": f"{MAX_FORMAT_CHARS:,} characters at most",
+        "lora": "a name",
+        "stop": f"{MAX_STOP_STRINGS} strings at most",
+        "stop_token_ids": f"{MAX_STOP_TOKEN_IDS:,} ids at most",
+        "logit_bias": f"{MAX_LOGIT_BIASES:,} ids at most, each from -100 to 100",
+        "logprobs_mode": " or ".join(LOGPROBS_MODES),
+        "bad_words_ids": sequences,
+        "sequence_bias": sequences,
+        "no_repeat_ngram_size": f"from 1 to {MAX_NGRAM}",
+        "suppress_tokens": ids,
+        "begin_suppress_tokens": ids,
+        "forced_bos_token_id": "an id",
+        "forced_eos_token_id": "an id, or several",
+    }
+
+
 def _logprobs_mode_problems(mode: str | None) -> Iterator[str]:
     if mode is not None and mode not in LOGPROBS_MODES:
         yield f"logprobs_mode must be {' or '.join(LOGPROBS_MODES)}, not {mode[:40]!r}"

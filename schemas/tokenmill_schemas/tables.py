@@ -4,6 +4,8 @@ PostgreSQL.
 `jobs` has one row per finished job. `usage` has one row for each of them (kept when payloads are
 purged), and `usage_daily` their sums by day. `webhooks` is the outbox of webhook messages.
 `batches` are bulk files; `batch_items` are those of their lines that were answered without a job.
+`api_keys` are those of the gateway; `tenant_webhooks` are the URLs to which it has ends sent.
+`files` are what clients of the gateway uploaded and its batches answered.
 Changes first expand, then contract: see migrations/README.md.
 """
 
@@ -97,6 +99,8 @@ jobs: Final = Table(
     # the encoded JobResult, all choices; NULL after a purge of payloads
     Column("result", LargeBinary),
     Column("reasoning", Text),  # the thoughts of the first choice; NULL: none
+    Column("envelope", LargeBinary),  # of the request, as its producer wrote it
+    Column("previous_id", String(255)),  # the job whose answer it goes on from
     # a page of a list is one range of one of these: they end in the two columns that the lists are
     # ordered by
     Index(None, "queue", "finished_ms", "id"),
@@ -159,7 +163,7 @@ webhooks: Final = Table(
     _name("job_id"),
     _name("queue"),
     _name("tenant"),
-    _name("event", 32),  # job.succeeded, job.failed, …
+    _name("event", 32),  # job.succeeded, job.failed, …, response.completed, batch.completed, …
     Column("url", Text, nullable=False),
     _name("host"),
     _name("state", 16),  # pending, sending, delivered, dead, superseded
@@ -200,6 +204,9 @@ batches: Final = Table(
     Column("cancelling_ms", BigInteger),
     Column("usage", _json()),  # tokens, once it is over
     Column("options", _json()),  # how lines become jobs, needed to resume the import
+    # of the gateway's batches: when a task goes on with it; NULL: none does
+    Column("due_ms", BigInteger),
+    Index(None, "due_ms"),
     Index(None, "tenant", "created_ms"),
     Index(None, "state", "created_ms"),
     Index(None, "created_ms", "id"),
@@ -218,4 +225,44 @@ batch_items: Final = Table(
     Column("error_param", String(255)),
     Index(None, "job_id"),
     Index(None, "batch_id", "state"),
+)
+
+api_keys: Final = Table(
+    "api_keys",
+    metadata,
+    Column("id", String(16), primary_key=True),
+    Column("hash", LargeBinary, nullable=False),  # HMAC of the whole key
+    _name("tenant"),
+    _name("label", default=""),
+    Column("models", _json(), nullable=False),  # that it may use; empty: all
+    _name("priority", 16),  # of requests that name no tier
+    _name("permission", 16),  # all, read
+    _number("created_ms"),
+    Column("expires_ms", BigInteger),
+    Column("revoked_ms", BigInteger),
+    Index(None, "tenant", "created_ms"),
+)
+
+tenant_webhooks: Final = Table(
+    "tenant_webhooks",
+    metadata,
+    _name("tenant", primary_key=True),
+    Column("url", Text, nullable=False),
+)
+
+files: Final = Table(
+    "files",
+    metadata,
+    Column("id", String(64), primary_key=True),  # also of its object in the store
+    _name("tenant"),
+    _name("state", 16),  # uploading, ready, deleted: its object is removed, then its row
+    _name("purpose", 32),
+    _name("name"),
+    _number("bytes"),
+    _number("lines"),
+    _number("created_ms"),
+    Column("expires_ms", BigInteger),
+    Index(None, "tenant", "created_ms", "id"),
+    Index(None, "state", "created_ms"),
+    Index(None, "expires_ms"),
 )

@@ -25,7 +25,7 @@ from tokenmill_schemas.size_limits import (
 )
 from tokenmill_schemas.webhook import redacted_url
 
-# the width of the SQL columns: job id, model, tenant, idempotency key, batch id
+# the width of the SQL columns: job id, model, tenant, idempotency key, batch id, previous id
 MAX_NAME_CHARS: Final = 255
 MAX_METADATA_CHARS: Final = 4_096
 MAX_URL_CHARS: Final = 2_048
@@ -38,7 +38,18 @@ _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 
 _TEXTS: Final = (
     "job_id", "model", "prompt", "tenant", "idempotency_key", "webhook", "traceparent", "batch_id",
+    "previous_id",
 )  # fmt: skip
+
+
+def webhook_problem(url: str) -> str | None:
+    """Return a sentence about a URL to which no webhook can be sent."""
+    if len(url) <= MAX_URL_CHARS and _URL.fullmatch(url):
+        return None
+    return (
+        f"webhook must be an http or https URL of at most {MAX_URL_CHARS} characters, not "
+        f"{_short(redacted_url(url))}"
+    )
 
 
 def problems(
@@ -131,7 +142,7 @@ def _name_problems(request: JobRequest) -> Iterator[str]:
         yield "job_id must not be empty"
     names = {
         field: getattr(request, field)
-        for field in ("job_id", "model", "tenant", "idempotency_key", "batch_id")
+        for field in ("job_id", "model", "tenant", "idempotency_key", "batch_id", "previous_id")
     }
     for field, name in (names | {"lora": request.params.lora}).items():
         text = name or ""
@@ -141,13 +152,8 @@ def _name_problems(request: JobRequest) -> Iterator[str]:
             yield f"{field} must not contain control characters: {text!r}"
     if request.idempotency_key == "":
         yield "idempotency_key must not be empty; leave it out instead"
-    webhook = request.webhook
-    if webhook is not None and (len(webhook) > MAX_URL_CHARS or not _URL.fullmatch(webhook)):
-        shown = _short(redacted_url(webhook))
-        yield (
-            f"webhook must be an http or https URL of at most {MAX_URL_CHARS} characters, not "
-            f"{shown}"
-        )
+    if request.webhook is not None and (problem := webhook_problem(request.webhook)):
+        yield problem
     if request.traceparent is not None and len(request.traceparent) > MAX_NAME_CHARS:
         yield f"traceparent may have {MAX_NAME_CHARS} characters, not {len(request.traceparent)}"
 

@@ -1,5 +1,5 @@
 """The body of a webhook: the end of a job as JSON, in the form of Standard Webhooks (type,
-timestamp, data).
+timestamp, data); that of a response or a batch in OpenAI's form.
 
 Token ids and log-probabilities are left out; a receiver that needs them fetches the result. Fields
 are only ever added.
@@ -72,3 +72,18 @@ class WebhookEvent(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     timestamp: str
     data: WebhookJob
+
+
+class ApiEventData(msgspec.Struct, frozen=True):
+    id: str  # of the response or the batch, as the API shows it
+
+
+class ApiEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="event"):
+    """The end of a background response or a batch of the gateway, as OpenAI's API reports it:
+    `type` is `response.completed`, `batch.expired`, …
+    """
+
+    id: str
+    created_at: int
+    type: str
+    data: ApiEventData

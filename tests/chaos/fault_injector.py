@@ -103,6 +103,10 @@ class FaultInjector:
 
     # ── workers ──
 
+    @property
+    def workers(self) -> list[WorkerProcess]:
+        return [worker for _, worker in self._workers]
+
     async def keep_running(self) -> None:
         """Keep every group at its size: start a worker for each that has ended, until cancelled."""
         while True:
@@ -304,10 +308,6 @@ class FaultInjector:
         )
         self.problems += [f"process {process.pid} is left" for process in alive]
         self.problems += [f"file {path} is left" for path in (self._folder / "tmp").iterdir()]
-
-    def ask_what_they_do(self) -> None:
-        for _, worker in self._workers:
-            worker.send(signal.SIGUSR1)
 
     def end(self) -> None:
         for _, worker in self._workers:

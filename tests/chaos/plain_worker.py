@@ -3,7 +3,8 @@
 The arguments after the addresses are settings. `in_process=True` gives the engine a process of its
 own; otherwise it runs in a thread, which starts quicker. With `patient=True` jobs are redelivered
 however often their workers vanish. The worker prints "listening" once it handles signals, and
-"ready" when its engine is ready. SIGUSR1 prints what every task and thread does.
+"ready" when its engine is ready. SIGUSR1 prints what every task and thread does, and which jobs
+the worker counts where.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ async def serve(worker: Worker) -> int:
         faulthandler.dump_traceback()
         for task in asyncio.all_tasks():
             print_chain(task)
+        print(accounts(worker), file=sys.stderr, flush=True)  # noqa: T201
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print_stacks)
     serving = asyncio.create_task(worker.serve())
@@ -54,6 +56,17 @@ async def serve(worker: Worker) -> int:
     except EngineDied as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 1
+
+
+def accounts(worker: Worker) -> str:
+    """Say which jobs the worker counts where, and what it would claim."""
+    service = worker.service
+    owned, host = service._owned, service.supervisor.host
+    return (
+        f"owns {len(owned)}: {len(owned.in_engine)} in the engine, {len(owned.preparing)} in "
+        f"preparation, {len(service._quarantine)} held; {service.credits()}, "
+        f"{service.health}, {host and host.capacity}"
+    )
 
 
 def print_chain(task: asyncio.Task[Any]) -> None:

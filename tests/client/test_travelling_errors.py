@@ -17,6 +17,7 @@ from tokenmill import errors
 from tokenmill.bulk.batch import BatchNotFound
 from tokenmill.celery.values import GenerationFailed
 from tokenmill.errors import TokenmillError
+from tokenmill.files.object_store import FilesUnavailable
 from tokenmill.openai.form_values import FormError
 from tokenmill.operations.submit import JobHandle
 from tokenmill.webhooks import BadSignature
@@ -48,6 +49,7 @@ SAMPLES: tuple[TokenmillError, ...] = (
     errors.QueueUnavailable("Redis is away"),
     errors.UnreadableRecord("damaged"),
     BatchNotFound("b1"),
+    FilesUnavailable("the store is away"),
     GenerationFailed("j1", "failed", "boom"),
     FormError("prompt must be a text", "prompt", "invalid_type"),
     BadSignature("no signature"),

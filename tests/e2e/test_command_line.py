@@ -181,7 +181,7 @@ async def test_a_wrong_password_ends_a_start_at_once(redis_url, shell):
 
 async def test_a_failed_start_prints_its_reason_last_without_shutdown_lines(tmp_path, shell):
     status, _, error = await shell.run("worker", "--model", f"{tmp_path}/none")
-    assert status == 1
+    assert status == 2
     assert error.splitlines()[-1] == f"Error: there is no folder or file {tmp_path}/none"
     assert "Handing over" not in error
     assert "Shutting down" not in error
@@ -191,6 +191,8 @@ async def test_doctor_names_an_unreachable_server(shell):
     status, out, error = await shell.run("doctor", "--redis-url", "redis://127.0.0.1:1/0")
     assert status == 1
     assert "redis" in out + error
+    assert "Traceback" not in error
+    assert "error" in out.splitlines()[-1]
 
 
 async def test_db_upgrade_makes_the_tables(tmp_path, shell):

@@ -23,10 +23,12 @@ PAGES = [
 # page → the test that runs all its blocks of Python
 PYTHON = {
     "README.md": "test_the_example_prints_a_streamed_answer",
+    "bring-your-own-engine.md": "test_the_skeleton_of_the_guide_is_the_example",
     "bulk.md": "test_python_in_the_guides_runs",
     "celery.md": "test_a_webhook_is_verified_as_in_the_guide, test_the_guide_s_code_runs",
     "client.md": "test_python_in_the_guides_runs, test_the_tool_of_the_guide_is_called",
     "engine.md": "test_every_block_of_the_guide_runs",
+    "gateway.md": "test_the_guide_of_the_gateway_runs",
     "models.md": "test_an_adapter_is_named_as_in_the_guide",
     "protocol.md": "test_the_reader_of_the_protocol_page_reads_the_text_of_the_result",
     "quickstart.md": "test_python_in_the_guides_runs",
@@ -51,6 +53,14 @@ SHELL = [*SHELL_FAST, *SHELL_SLOW]
 
 # (page, the block's beginning or a line of it) → the test that runs it
 ELSEWHERE = {
+    (
+        "bring-your-own-engine.md",
+        "ops/test tests/",
+    ): "test_the_suite_tries_a_named_engine",
+    ("gateway.md", "tokenmill keys create acme"): "test_the_guide_of_the_gateway_runs",
+    ("gateway.md", "curl localhost:8080"): "test_the_guide_of_the_gateway_runs",
+    ("quickstart.md", "curl localhost:8080"): "test_the_guide_of_the_gateway_runs",
+    ("README.md", "curl localhost:8080"): "test_the_guide_of_the_gateway_runs",
     ("bulk.md", '{"custom_id": "a-1"'): "test_the_shell_commands_of_a_page_run",
     ("structured-output.md", '{"type": "structural_tag"'): "test_the_guide_s_tags_compile",
     ("structured-output.md", "tokenmill submit"): "test_the_guide_of_structured_output_runs",
@@ -65,6 +75,8 @@ ELSEWHERE = {
 
 # (page, the block's beginning or a line of it) → why no test runs it
 NOT_RUN = {
+    ("bring-your-own-engine.md", "run="): "needs an engine of the reader's",
+    ("bring-your-own-engine.md", "tokenmill worker"): "needs an engine of the reader's",
     ("README.md", " your backend"): "a drawing",
     ("README.md", "schemas/tokenmill_schemas/job.py"): "a list of files, which house rules check",
     ("concepts.md", " submit        claim"): "a drawing",
@@ -87,7 +99,8 @@ NOT_RUN = {
     ("deployment.md", "masteruser replica"): "lines of redis.conf; tests/e2e/test_acl.py has them",
     ("deployment.md", "sentinel monitor main"): "lines of Sentinel's file; as above",
     ("performance.md", "ops/bench engine"): "takes an hour, and needs vLLM",
-    ("vllm.md", "python3 -m venv /opt/vllm"): "needs eight GPUs; test_requests.py runs vLLM",
+    ("vllm.md", "python3 -m venv /opt/vllm"): "installs outside of the checkout",
+    ("vllm.md", "export TOKENMILL_ENGINE_ARG"): "needs eight GPUs; test_requests.py runs vLLM",
     ("quickstart.md", "ops/setup demo"): "downloads 3 GB; `dev` runs until it is stopped",
     ("quickstart.md", "python -m ops.examples.fastapi_app"): "a server; tests/examples start it",
     ("quickstart.md", "tokenmill dev --model"): "needs a model of the reader's",

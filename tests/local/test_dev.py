@@ -11,18 +11,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.support.lifecycle import need_valkey
+from tests.support.worker import database_url
 from tokenmill import Client
 from tokenmill.cli import app
+from tokenmill_gateway.keys import KeyStore
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.local.dev import ServiceWatch
+from tokenmill_worker.local.gateway_process import first_key
 from tokenmill_worker.local.valkey_server import free_port
 
 
@@ -106,6 +111,13 @@ class RunningDev:
         with self._arrived:
             assert self._arrived.wait_for(is_there, 60), "".join(self.lines)
 
+    def gateway(self) -> tuple[str, str]:
+        """Return the URL and the key that were printed for OpenAI's clients."""
+        self.wait_for("export OPENAI_BASE_URL=")
+        line = next(line for line in self.lines if "export OPENAI_BASE_URL=" in line)
+        _, url, key = line.split()
+        return url.partition("=")[2], key.partition("=")[2]
+
     def child(self, command: str) -> int:
         """Return the process of this service whose command line has these words."""
         for number in Path("/proc").iterdir():
@@ -119,6 +131,23 @@ class RunningDev:
             if command in words and parent and int(parent[1]) == self.process.pid:
                 return int(number.name)
         raise AssertionError(f"no child runs {command}")
+
+
+def models_of(url: str, key: str) -> set[str]:
+    """Return the models of a gateway, which may just start."""
+    with OpenAI(base_url=url, api_key=key, max_retries=10) as client:
+        return {model.id for model in client.models.list()}
+
+
+def test_a_first_key_stays_until_it_opens_nothing(tmp_path: Path) -> None:
+    url, path = database_url(tmp_path), tmp_path / ".tokenmill" / "gateway.key"
+    first = first_key(url, path)
+    assert (first_key(url, path), path.stat().st_mode & 0o777) == (first, 0o600)
+    with closing(KeyStore(url, "")) as store:
+        store.revoke(first.split("-")[1])
+        second = first_key(url, path)
+        assert (store.opens(first), store.opens(second)) == (False, True)
+    assert path.read_text() == second
 
 
 @pytest.fixture
@@ -136,7 +165,11 @@ def running_dev(tmp_path: Path) -> Iterator[RunningDev]:
 @pytest.mark.redis
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_killed_worker_and_a_killed_server_are_restarted(running_dev: RunningDev) -> None:
+def test_a_killed_worker_server_or_gateway_is_restarted(running_dev: RunningDev) -> None:
+    url, key = running_dev.gateway()
+    assert models_of(url, key) >= {"synthetic"}
+    os.kill(running_dev.child("tokenmill.cli gateway"), signal.SIGKILL)
+    running_dev.wait_for("the gateway was killed: it starts again")
     worker = running_dev.child("tokenmill.cli worker")
     server = running_dev.child(f" 127.0.0.1:{running_dev.port}")
     with Client(f"redis://127.0.0.1:{running_dev.port}/0", queue="q") as client:
@@ -151,6 +184,7 @@ def test_a_killed_worker_and_a_killed_server_are_restarted(running_dev: RunningD
         assert client.result(later, timeout=60).status is JobStatus.SUCCEEDED
         assert client.status(job).status is JobStatus.SUCCEEDED
     assert running_dev.child("tokenmill.cli worker") != worker
+    assert models_of(url, key) >= {"synthetic"}
 
 
 @pytest.mark.redis
@@ -167,9 +201,9 @@ def test_a_worker_that_cannot_start_ends_the_service_after_its_reason(tmp_path: 
         timeout=120,
         check=False,
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     lines = done.stderr.splitlines()
-    assert "the worker ended (1) before it was ready, so the service ends" in lines
+    assert "the worker ended (2) before it was ready, so the service ends" in lines
     assert any(line.startswith("Error: there is no folder or file") for line in lines)
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from ops.benchmarks.compare.report import show_results, turn_line
+from ops.benchmarks.compare.report import kill_line, show_results, turn_line
 from ops.benchmarks.compare.rounds import Measurement
 from ops.benchmarks.measure.disturbance import CoreWatch, wait_until_quiet
 from ops.benchmarks.measure.protocol import Round
@@ -58,6 +58,18 @@ class TestResults:
         found = both.results()["floor"]
         assert found["ratios"] == [0.5]
         assert not {"same", "is_equal"} & set(found)
+
+    def test_tokens_of_the_deaths_of_all_parts_are_summed(self) -> None:
+        both = measurement()
+        both.kills["static"] = {
+            "worker": {"lost": 3, "repeated": 5, "pause_s": 2.5},
+            "server": {"lost": 4, "repeated": 0, "pause_s": 1.0},
+        }
+        found = both.results()
+        assert (found["static"]["lost"], found["static"]["repeated"]) == (7, 5)
+        assert "lost" not in found["vllm"]
+        said = kill_line(both, "static", "worker")
+        assert said.endswith("worker: 3 tokens lost, 5 repeated, 2.5 s without a token")
 
     def test_before_the_first_round_ends_there_are_no_results(self) -> None:
         assert measurement(vllm=[]).results() == {}

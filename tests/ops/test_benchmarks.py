@@ -23,7 +23,7 @@ from ops.benchmarks.measure.protocol import EngineOptions, Round
 from ops.benchmarks.measure.workload_files import SHAPES, Workload, WorkloadRequest, generate, load
 from ops.benchmarks.peers import environments
 from ops.benchmarks.peers.child import Child, ChildError
-from ops.benchmarks.peers.environments import BuildError, python_with
+from ops.benchmarks.peers.environments import VLLM_PACKAGE, BuildError, vllm_python
 
 SMALL = Workload("small", (WorkloadRequest((1, 2, 3), 4), WorkloadRequest((4,), 2)))
 
@@ -128,6 +128,13 @@ class TestFigures:
         assert arrivals.steady_rate([1.0, 2.0], [4.0, 5.0]) == 3.0
         assert arrivals.steady_rate([1.0, 4.5], [4.0, 5.0]) is None
 
+    def test_the_longest_pause_is_between_two_arrivals(self) -> None:
+        arrivals = Arrivals()
+        assert arrivals.longest_pause() == 0.0
+        for now in (1.0, 1.5, 4.0, 5.0):
+            arrivals.add(now, 2)
+        assert (arrivals.longest_pause(), arrivals.num_tokens) == (2.5, 8)
+
 
 class TestChildren:
     """A child that answers by the protocol without any engine: the benchmark's plumbing, in a real
@@ -136,10 +143,11 @@ class TestChildren:
 
     MODULE = """
 import sys
-from ops.benchmarks.measure.protocol import Round, serve
+from ops.benchmarks.measure.protocol import MeasuredEngine, Round, serve
 
-class Parrot:
+class Parrot(MeasuredEngine):
     description = "repeats its options"
+    parts = ["beak"]
     def __init__(self, options):
         if options.model == "none":
             raise OSError("there is no such model")
@@ -149,6 +157,8 @@ class Parrot:
             raise RuntimeError("it broke")
         num = len(requests)
         return Round(1.0, [list(r.prompt) for r in requests], [0.1] * num)
+    def survive(self, requests, part):
+        return {"lost": len(requests), "repeated": len(part), "pause_s": 0.5}
     def close(self):
         print("closed in order")
 
@@ -169,6 +179,8 @@ serve(Parrot)
         child.wait_ready(lambda _: None)
         assert child.description == "repeats its options"
         assert child.run(SMALL).tokens == [[1, 2, 3], [4]]
+        assert child.parts == ["beak"]
+        assert child.kill("beak", SMALL) == {"lost": 2, "repeated": 4, "pause_s": 0.5}
         child.close()
         assert (tmp_path / "log").read_text().splitlines() == [
             "noise on standard output",
@@ -192,13 +204,21 @@ class TestPeerEnvironments:
     @pytest.fixture
     def peers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(environments, "PEERS", tmp_path)
+        monkeypatch.delenv("VLLM_PYTHON", raising=False)
         return tmp_path
 
     def test_a_finished_environment_is_used_without_building(self, peers: Path) -> None:
-        (peers / "arq").mkdir()
-        (peers / "arq" / ".finished").write_text("arq==1")
-        assert python_with("arq==1", "arq", lambda _: None) == peers / "arq" / "bin" / "python"
-        assert not (peers / "arq-build.log").exists()
+        (peers / "vllm").mkdir()
+        (peers / "vllm" / ".finished").write_text(VLLM_PACKAGE)
+        assert vllm_python(lambda _: None) == peers / "vllm" / "bin" / "python"
+        assert not (peers / "vllm-build.log").exists()
+
+    def test_an_environment_that_a_variable_names_is_used_without_building(
+        self, peers: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("VLLM_PYTHON", "/opt/vllm/bin/python")
+        assert vllm_python(lambda _: None) == Path("/opt/vllm/bin/python")
+        assert list(peers.iterdir()) == []
 
     def test_a_failed_pip_is_an_error_of_one_sentence(
         self, peers: Path, monkeypatch: pytest.MonkeyPatch
@@ -207,9 +227,9 @@ class TestPeerEnvironments:
         python.write_text("#!/bin/sh\necho 'ERROR: no wheel for this machine'; exit 1")
         python.chmod(python.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setattr(sys, "executable", str(python))
-        with pytest.raises(BuildError, match=r"ERROR: no wheel .*arq-build\.log"):
-            python_with("arq==1", "arq", lambda _: None)
-        assert not (peers / "arq" / ".finished").exists()
+        with pytest.raises(BuildError, match=r"ERROR: no wheel .*vllm-build\.log"):
+            vllm_python(lambda _: None)
+        assert not (peers / "vllm" / ".finished").exists()
 
     def test_vllm_s_requirements_are_read_without_unneeded_packages(self, tmp_path: Path) -> None:
         """The names come in every form that metadata may have."""

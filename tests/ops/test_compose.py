@@ -89,7 +89,6 @@ def _settings(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Setti
 _OWN = {
     *("redis_url", "database_url", "tasks_broker_url", "webhook_secret", "worker_id"),
     *("drain_seconds", "metrics_host", "metrics_port", "cache_dir"),
-    "tensor_parallel",  # needs torchrun
 }
 
 

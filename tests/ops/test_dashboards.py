@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import generate_latest
 
 from tests.support.promql import Catalogue, Unresolved
 from tests.support.valkey import ControlledValkey
 from tests.support.worker import client_of, database_url, running_worker
+from tokenmill_gateway.metrics import GatewayMetrics
 from tokenmill_worker.settings import load_settings
 from tokenmill_worker.tasks.app import build_app
 from tokenmill_worker.tasks.health import TasksHealth
@@ -45,8 +47,17 @@ def exported(
     with valkey.client() as client:
         client.flushall()
         scraped = asyncio.run(_work_and_scrape(valkey.url, folder))
-        yield Catalogue(scraped + _tend_and_scrape(database_url(folder)))
+        tasks = _tend_and_scrape(database_url(folder))
+        yield Catalogue(scraped + tasks + _count_and_expose())
         client.flushall()
+
+
+def _count_and_expose() -> str:
+    """The metrics of a gateway that has answered."""
+    metrics = GatewayMetrics(lambda: 1)
+    for status in (200, 429, 503):
+        metrics.answered("POST /v1/responses", status, 0.1)
+    return str(generate_latest(metrics.registry).decode())
 
 
 def _tend_and_scrape(database: str) -> str:

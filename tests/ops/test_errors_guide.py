@@ -165,7 +165,7 @@ EXPLAINED_BY_ITSELF = (
     "a time is written", "a webhook is …", "a webhook secret is …", "an import of a bulk file",
     "cpu_offload_gib", "is not a device that torch knows", "give --json or --csv",
     "metadata: keys may have", "model option …", "reasoning_format …",
-    "tensor_parallel needs torchrun", "has an option that cannot be: …",
+    "has an option that cannot be: …",
     "the database URL cannot be read: ", "the in-memory queue needs fakeredis",
     "the last part of a Sentinel URL", "there is no file …", "there is no folder …: make it",
     "usage cannot be grouped by", "… cannot be used: …", "name another file for the errors",

@@ -37,12 +37,13 @@ def python(name: str, program: str, limit_s: float = 30.0) -> CheckStage:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 def test_every_stage_passes_on_a_cpu(tmp_path: Path) -> None:
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # noqa: TID251 - a child's
     child = subprocess.run(
         [str(ROOT / "ops" / "gpu-check"), str(tmp_path), "--dry"],
         env={**kept, "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, check=False, timeout=220,
+        capture_output=True, text=True, check=False, timeout=900,
     )  # fmt: skip
     lines = (tmp_path / "table.txt").read_text().splitlines()
     assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-2000:]

@@ -1,6 +1,7 @@
 """The two wheels hold what they need, and their import names leave an application's own alone."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,14 +15,15 @@ import pytest
 from tokenmill_schemas.release import BASE, with_revision
 
 ROOT = Path(__file__).parents[2]
-SOURCES = {
-    "api_client": "tokenmill",
-    "schemas": "tokenmill_schemas",
-    "worker": "tokenmill_worker",
-    "migrations": "tokenmill_migrations",
-}
+SOURCES = ("api_client", "schemas", "worker", "migrations")
+CLIENT_PACKAGES = ("api_client/tokenmill", "schemas/tokenmill_schemas")
+PACKAGES = (
+    *CLIENT_PACKAGES,
+    "api_client/tokenmill_gateway",
+    "worker/tokenmill_worker",
+    "migrations/tokenmill_migrations",
+)
 REVISION = "9fc2b2b7"
-CLIENT_SOURCES = ("api_client", "schemas")
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +68,12 @@ def files_in(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
-def files_of(tree: Path, roots: tuple[str, ...]) -> set[str]:
-    """Return the packages' files below the source roots, as a wheel names them."""
+def files_of(tree: Path, *packages: str) -> set[str]:
+    """Return the packages' files, each `ROOT/PACKAGE`, as a wheel names them."""
     return {
-        str(file.relative_to(tree / root))
-        for root in roots
-        for file in (tree / root / SOURCES[root]).rglob("*")
+        str(file.relative_to((tree / package).parent))
+        for package in packages
+        for file in (tree / package).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts  # a build imports the version
     }
 
@@ -110,7 +112,7 @@ assert {module.OWNER for module in (api_client, migrations, schemas, worker)} ==
 def test_the_wheel_holds_every_file_of_the_packages(tree: Path, wheel: Path) -> None:
     """Also Lua scripts, C++ kernels, the tokenizer of the synthetic model and Alembic's files."""
     files = files_in(wheel)
-    assert files == files_of(tree, tuple(SOURCES))
+    assert files == files_of(tree, *PACKAGES)
     for kind in (".lua", ".cpp", ".h", ".ini", ".mako", ".json", "py.typed"):
         assert any(name.endswith(kind) for name in files), f"no {kind} file"
 
@@ -119,7 +121,7 @@ def test_the_client_s_wheel_holds_neither_worker_nor_migrations(
     tree: Path, client_wheel: Path
 ) -> None:
     files = files_in(client_wheel)
-    assert files == files_of(tree, CLIENT_SOURCES)
+    assert files == files_of(tree, *CLIENT_PACKAGES)
     assert {name.partition("/")[0] for name in files} == {"tokenmill", "tokenmill_schemas"}
 
 
@@ -197,3 +199,23 @@ def test_both_distributions_have_the_same_requirements() -> None:
         assert client[key] == whole[key], key
     extras = whole["optional-dependencies"]
     assert client["optional-dependencies"].items() <= extras.items()
+
+
+def test_each_extra_that_pages_and_sources_name_exists() -> None:
+    whole, client = (set(project["optional-dependencies"]) for project in projects())
+    pages = [ROOT / "README.md", *(ROOT / "ops").glob("*.md"), *(ROOT / "ops/guides").glob("*.md")]
+    sources = [path for root in SOURCES for path in (ROOT / root).rglob("*.py")]
+    text = "\n".join(path.read_text("utf-8") for path in [*pages, *sources])
+    named = re.findall(r"(api_client|'\.|vllm)\[([\w,]+)\]", text)
+    assert len(named) > 10
+    for where, extras in named:
+        assert set(extras.split(",")) <= (client if where == "api_client" else whole), extras
+
+
+def test_the_service_s_extra_names_no_package_that_computes() -> None:
+    extras = projects()[0]["optional-dependencies"]
+    service, engine = (
+        {re.split("[<>=;]", line)[0] for line in extras[name]} for name in ("worker", "engine")
+    )
+    assert not service & {"torch", "xgrammar", "llguidance", "safetensors"}
+    assert {"torch", "xgrammar", "llguidance"} <= engine

@@ -240,7 +240,7 @@ def test_random_calls_of_the_scripts_agree_with_the_model(redis_url: str) -> Non
     run_state_machine_as_test(
         lambda: QueueMachine(redis_url),  # type: ignore[arg-type]
         settings=settings(
-            max_examples=100,
+            max_examples=50,
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -239,7 +239,7 @@ def test_each_script_s_valid_call_succeeds(server: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_hostile_call_writes_all_or_nothing(server: Any, name: str, data: st.DataObject) -> None:
     case = cases(populated(server))[name]

@@ -18,6 +18,7 @@ SCRIPTS = {
         producer_scripts.CANCEL,
         producer_scripts.REDRIVE,
         producer_scripts.COLLECT,
+        producer_scripts.LOOK,
         *worker_scripts.ALL,
     )
 }

@@ -1,10 +1,12 @@
 """Tests of the rows that one call of the store leaves in the database."""
 
 import asyncio
+import dataclasses
 import json
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.record.support import counts, failed, finished, result, rows
@@ -66,6 +68,21 @@ async def test_prompts_are_recorded_only_with_the_setting(url: str) -> None:
     assert "secret" not in str(rows(url, "SELECT * FROM jobs WHERE id = 'quiet'"))
     await quiet.close()
     await open_.close()
+
+
+async def test_the_envelope_and_the_predecessor_of_a_job_are_recorded_as_they_came(
+    store: ResultStore, url: str
+) -> None:
+    envelope = b'{"input": "a\\u0000b"}\x00\xff'
+    one = finished("b")
+    assert one.request is not None
+    request = msgspec.structs.replace(one.request, envelope=envelope, previous_id="a")
+    await store.record([finished("a"), dataclasses.replace(one, request=request)])
+    kept = rows(url, "SELECT id, envelope, previous_id FROM jobs ORDER BY id")
+    assert [(row["envelope"], row["previous_id"]) for row in kept] == [
+        (None, None),
+        (envelope, "a"),
+    ]
 
 
 async def test_a_second_delivery_changes_no_row_and_gets_the_recorded_result(

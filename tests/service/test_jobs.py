@@ -77,9 +77,12 @@ class ScriptedHost:
         """Die at the next frame."""
         self._frames.put_nowait(None)
 
+    def send(self, *events: TokenEvent) -> None:
+        self._frames.put_nowait(Frame(events=events, capacity=CAPACITY, stats=EngineStats()))
+
     async def step(self, *events: TokenEvent) -> None:
         """Send a step's events, and return when the worker has handled them."""
-        self._frames.put_nowait(Frame(events=events, capacity=CAPACITY, stats=EngineStats()))
+        self.send(*events)
         await self._frames.join()
 
     async def stop(self) -> None: ...

@@ -81,8 +81,9 @@ async def run(supervisor: EngineSupervisor, trace: list[str]) -> None:
 async def test_a_first_engine_that_does_not_load_is_an_error() -> None:
     trace: list[str] = []
     supervisor = supervised([FakeHost(trace, loads=False)])
-    with pytest.raises(EngineDied, match="no such model"):
+    with pytest.raises(EngineDied, match="no such model") as death:
         await run(supervisor, trace)
+    assert death.value.is_refusal
     assert trace == ["killed"]
     assert not supervisor.started.is_set()
 
@@ -105,8 +106,9 @@ async def test_the_restarts_of_a_first_engine_are_bounded(monkeypatch: pytest.Mo
     trace: list[str] = []
     hosts = [FakeHost(trace, loads=False, may_pass=True) for _ in range(9)]
     supervisor = supervised(hosts)
-    with pytest.raises(EngineDied, match="it was killed; none of 5 starts succeeded"):
+    with pytest.raises(EngineDied, match="it was killed; none of 5 starts succeeded") as death:
         await run(supervisor, trace)
+    assert not death.value.is_refusal
     assert trace.count("killed") == 5
 
 

@@ -1,5 +1,7 @@
 """A worker has settings of its own and those of its kind of engine; others are refused by name."""
 
+import dataclasses
+
 import pytest
 
 from tokenmill_worker.engines import KINDS, kind_named
@@ -28,9 +30,49 @@ def test_the_engine_is_the_named_one_or_follows_from_the_model(given, kind):
     assert (config.kind, type(config)) == (kind, kind_named(kind).config)
 
 
-def test_an_engine_that_does_not_exist_is_refused_with_those_that_do():
-    words = "--engine must be 'own', 'synthetic' or 'vllm', not 'sglang'"
-    assert problems_of(engine="sglang") == [words]
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("sglang", ""),
+        ("no.such.engine", ": No module named 'no'"),
+        ("tokenmill_worker.engines.process", ": No module named 'tokenmill_worker.engines.process"
+         ".config'"),
+        ("tokenmill_worker.engines.own.lora", ": No module named 'tokenmill_worker.engines.own.lora"
+         ".config'"),
+        ("tests.settings", ": No module named 'tests.settings.config'"),
+    ],
+)  # fmt: skip
+def test_an_engine_that_does_not_exist_is_refused_with_those_that_do(name, why):
+    words = "--engine must be own, synthetic, vllm or a package as my_package.my_engine, not"
+    assert problems_of(engine=name) == [f"{words} {name!r}{why}"]
+
+
+def test_an_engine_of_another_package_has_the_settings_that_it_names(monkeypatch):
+    given = {"engine": "ops.examples.engine", "model": "/models/m", "max_num_seqs": 9}
+    config = load_settings(given, strict=False).engine_config()
+    assert (config.kind, config.model, config.max_num_seqs) == (given["engine"], "/models/m", 9)
+    assert problems_of(**given, quantization="int8") == [
+        "--quantization is a setting of the engine own; this worker's engine is ops.examples.engine"
+    ]
+
+
+def test_a_value_that_equals_our_default_reaches_an_engine_of_another_package(monkeypatch):
+    """The engine's own default may be another one."""
+    default = Settings.model_fields["max_num_seqs"].default
+    given = {"engine": "ops.examples.engine", "model": "/models/m", "max_num_seqs": default}
+    for name, value in load_settings(given).variables().items():
+        monkeypatch.setenv(name, value)
+    config = load_settings().engine_config()
+    assert config.max_num_seqs == default
+    assert type(config).max_num_seqs != default
+
+
+def test_an_engine_that_names_a_setting_of_no_worker_is_refused(monkeypatch):
+    kind = dataclasses.replace(kind_named("ops.examples.engine"), settings=("model", "speed"))
+    monkeypatch.setattr("ops.examples.engine.config.KIND", kind)
+    assert problems_of(engine="ops.examples.engine") == [
+        "--engine ops.examples.engine names settings that no worker has: speed"
+    ]
 
 
 def test_an_engine_that_contradicts_the_model_is_refused_with_one_sentence():

@@ -35,3 +35,8 @@ def test_an_engine_argument_may_be_given_several_times() -> None:
     words = ("--engine-arg", "a=1", "--engine-arg", 'b={"c": 2}')
     assert given_by(*words) == {"engine_arg": "a=1 'b={\"c\": 2}'"}
     assert given_by() == {}
+
+
+def test_an_engine_argument_may_be_written_as_vllm_writes_it() -> None:
+    words = ("--engine-arg", "--tensor-parallel-size=8", "--engine-arg=--seed=1")
+    assert given_by(*words) == {"engine_arg": "--tensor-parallel-size=8 --seed=1"}

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tokenmill.cli import app
-from tokenmill_worker.engines.own.config import EngineConfig
+from tokenmill_worker.engines.own.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engines.own.types import SchedulingPolicy
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import Settings, child_environment, load_settings
@@ -42,11 +42,10 @@ def test_settings_that_contradict_each_other_are_reported_with_the_others() -> N
         cpu_offload_gib="4000",
         max_model_len="100",
         default_max_tokens="200", max_memory_gib="-3", stall_seconds="0.2",
-        tensor_parallel="true", draft_model="synthetic", speculative_tokens="4",
     )  # fmt: skip
     named = sorted(line.split(" ")[0] for line in problems)
     assert named == [
-        "--cpu-offload-gib", "--default-max-tokens", "--draft-model", "--max-long-partial-prefills",
+        "--cpu-offload-gib", "--default-max-tokens", "--max-long-partial-prefills",
         "--max-memory-gib", "--max-num-batched-tokens", "--stall-seconds",
     ]  # fmt: skip
 
@@ -186,6 +185,36 @@ def test_an_unknown_variable_without_a_similar_setting_gets_no_suggestion(
 ) -> None:
     monkeypatch.setenv("TOKENMILL_ZZZZ", "1")
     assert _problems() == ("TOKENMILL_ZZZZ is not a setting",)
+
+
+NAMES_VLLM = (
+    "vLLM splits a model over devices, by --engine vllm --engine-arg tensor-parallel-size=N"
+)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--tensor-parallel"],
+        ["--tensor-parallel", "2"],
+        ["--engine", "vllm", "--tensor-parallel=2"],
+    ],
+)
+def test_a_demand_for_tensor_parallelism_is_answered_with_vllm_s_argument(words: list[str]) -> None:
+    done = CliRunner().invoke(app, ["worker", *words], env={"COLUMNS": "300"})
+    assert done.exit_code == 2
+    assert f"--tensor-parallel is not a setting: {NAMES_VLLM}" in done.stderr
+
+
+def test_a_variable_or_field_of_tensor_parallelism_is_answered_with_vllm_s_argument(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TOKENMILL_TENSOR_PARALLEL", "2")
+    done = CliRunner().invoke(app, ["worker"], env={"COLUMNS": "300"})
+    assert done.exit_code == 2
+    assert f"TOKENMILL_TENSOR_PARALLEL is not a setting: {NAMES_VLLM}" in done.stderr
+    with pytest.raises(EngineConfigError, match=f"tensor_parallel is not a setting: {NAMES_VLLM}"):
+        EngineConfig(model="m", tensor_parallel=2)
 
 
 def test_empty_and_none_leave_a_setting_unset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from triton.runtime import interpreter
 
 _patch: Callable[[Any], Any] = interpreter._patch_lang
@@ -21,3 +22,13 @@ def _patch_once(function: Any) -> Any:
 
 
 interpreter._patch_lang = _patch_once
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", type=int, default=1, help="run each N-th of the chosen tests")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep each N-th test of those that the other options leave."""
+    items[:] = items[:: config.getoption("--every")]

@@ -53,5 +53,5 @@ async def run_shell(
         env=os.environ | variables,  # noqa: TID251 - the child's
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )

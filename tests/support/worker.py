@@ -39,7 +39,9 @@ def settings(redis_url: str, database: str, **changes: Any) -> Settings:
         "redis_url": redis_url, "database_url": database, "queue": QUEUE, "model": "synthetic",
         "lease_seconds": 2.0, "drain_seconds": 5.0, "log_level": "warning",
     }  # fmt: skip
-    if not changes.get("model", "synthetic").startswith("synthetic"):
+    if not changes.get("model", "synthetic").startswith("synthetic") and (
+        changes.get("engine", "own") == "own"
+    ):
         values["max_memory_gib"] = 0.1
     return load_settings(values | changes, strict=False)
 

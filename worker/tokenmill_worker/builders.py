@@ -25,10 +25,7 @@ from tokenmill_worker.text.tokenizer import Tokenizer
 def engine_host(settings: Settings, config: Any) -> EngineHost:
     """Create the host of one engine."""
     start = start_of(config, settings.cache_dir)
-    is_alone = not getattr(config, "tensor_parallel", False)
-    return EngineProcess(
-        start, settings.stall_seconds, python=settings.engine_python, is_alone=is_alone
-    )
+    return EngineProcess(start, settings.stall_seconds, python=settings.engine_python)
 
 
 def start_of(config: Any, cache_dir: str | None = None) -> Start:

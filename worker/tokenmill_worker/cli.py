@@ -2,7 +2,7 @@
 `tokenmill.commands`.
 
 A command imports what it needs when it runs, so that `--help` is quick. Exit status: 0 in order, 1
-for errors outside the settings, 2 for settings.
+for errors outside the settings, 2 for settings, also those that the engine refuses.
 """
 
 from __future__ import annotations
@@ -201,7 +201,8 @@ def doctor(
 ) -> None:
     """Check settings, servers, model and machine; say what is missing and how to get it.
 
-    Exits with 1 on any error.
+    With an engine named, also say what it does with each parameter of a job. Exits with 1 on any
+    error.
     """
     with _sentences():
         settings = load_settings(
@@ -213,13 +214,15 @@ def doctor(
                 "engine": engine,
             }
         )
-        from tokenmill_worker.local.doctor import examine, show
+        from tokenmill_worker.local.doctor import examine, show, show_parameters
 
         findings = examine(settings, servers_only=quiet)
         if json:
             emit(findings)
         else:
             show(findings, only_problems=quiet)
+            if settings.engine and not quiet:
+                show_parameters(settings.engine)
         if any(finding.severity == "error" for finding in findings):
             raise typer.Exit(1)
 
@@ -290,7 +293,8 @@ def _sentences() -> Iterator[None]:
         raise typer.Exit(2) from error
     except (TokenmillError, ValkeyServerError, EngineDied) as error:
         complain(str(error))
-        raise typer.Exit(1) from error
+        is_refusal = isinstance(error, EngineDied) and error.is_refusal
+        raise typer.Exit(2 if is_refusal else 1) from error
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

@@ -91,7 +91,8 @@ class EngineSupervisor:
         if not death.may_pass:
             raise death
         if tries >= START_TRIES:
-            raise EngineDied(f"{death}; none of {tries} starts succeeded", at_start=True)
+            words = f"{death}; none of {tries} starts succeeded"
+            raise EngineDied(words, at_start=True, may_pass=True)
 
     async def _start(self, on_ready: Callable[[Ready], Awaitable[None]]) -> None:
         self.host = self._host_factory()

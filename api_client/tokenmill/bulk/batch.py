@@ -32,6 +32,7 @@ from tokenmill_schemas.openai_batch import (
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})\s*([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 DEFAULT_WINDOW: Final = "24h"
+HOSTED: Final = "file-"  # the begin of the input of a batch of the gateway
 
 
 class BatchNotFound(TokenmillError, LookupError):
@@ -113,6 +114,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     submitted: int = 0
     over_line: int = 0
     seen_ms: int = 0
+    output_expires_s: int | None = None  # of the files with its answers, after their creation
     totals: Totals = Totals()
     created_ms: int = 0
     started_ms: int = 0
@@ -120,6 +122,11 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     cancelling_ms: int = 0
     finished_ms: int = 0
     expires_ms: int = 0
+
+    @property
+    def is_hosted(self) -> bool:
+        """Return whether its files are those of the gateway, and `tokenmill tasks` runs it."""
+        return self.input_file.startswith(HOSTED)
 
     @property
     def is_submitted(self) -> bool:

@@ -7,7 +7,7 @@ they have ended. Only lines that were never submitted need a process with the in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +33,7 @@ from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError
 from tokenmill.operations.io_requests import server_time
 from tokenmill_schemas.openai_batch import LineError
+from tokenmill_schemas.result import JobResult, JobStatus
 
 _ALIVE_MS: Final = 15_000  # a process that submits lines updates `seen_ms` every second
 REASONS: Final[dict[BatchState, LineError]] = {
@@ -44,12 +45,14 @@ REASONS: Final[dict[BatchState, LineError]] = {
 
 
 def refresh(client: Client, store: BatchStore, batch_id: str) -> Batch:
-    """Return the batch as it is now, and end it if it is complete. Raises BatchNotFound."""
+    """Return the batch as it is now, and end it if it is complete; the tasks end one of the
+    gateway. Raises BatchNotFound.
+    """
     batch = store.get(batch_id)
-    if batch.state.is_final or batch.state is BatchState.VALIDATING:
+    if batch.state.is_final or batch.state is BatchState.VALIDATING or batch.is_hosted:
         return batch
     now_ms = client.perform(server_time())
-    if not _may_end(batch, now_ms) or any(_running(client, batch)):
+    if not _may_end(batch, now_ms) or any(running(client, batch)):
         totals = _counted(client, store, batch, with_tokens=False)
         return msgspec.structs.replace(batch, totals=totals)
     totals = _counted(client, store, batch, with_tokens=True)
@@ -70,7 +73,7 @@ def _has_runner(store: BatchStore, batch: Batch, now_ms: int) -> bool:
     )
 
 
-def _running(client: Client, batch: Batch) -> Iterator[bool]:
+def running(client: Client, batch: Batch) -> Iterator[bool]:
     """Yield, for each page of jobs that may be open, whether one of them is."""
     for page in _unsettled(batch):
         yield not all(job_queries.is_over(client, page).values())
@@ -132,9 +135,14 @@ def cancel_batch(client: Client, store: BatchStore, batch_id: str) -> Batch:
     store.move(batch_id, BatchState.CANCELLING, open_states)
     batch = store.get(batch_id)
     if batch.state is BatchState.CANCELLING:
-        for page in _unsettled(batch):
-            job_queries.cancel(client, page)
+        cancel_jobs(client, batch)
     return refresh(client, store, batch_id)
+
+
+def cancel_jobs(client: Client, batch: Batch) -> None:
+    """Cancel all jobs of a batch that may be open."""
+    for page in _unsettled(batch):
+        job_queries.cancel(client, page)
 
 
 def export_batch(
@@ -161,28 +169,49 @@ def export_batch(
         collector = Collector(batch.id, files, began_ms=client.clock.now_ms())
         fill(client, store, batch, collector)
         if batch.state.is_final and collector.totals.ended < batch.total:
-            _fill_rest(batch, collector, source or Path(batch.input_file))
+            reason = REASONS[batch.state]
+            fill_rest(batch, collector, source or Path(batch.input_file), reason)
         output = str(paths.output.resolve()) if paths.output.stat().st_size else None
         errors = str(paths.errors.resolve()) if paths.errors.exists() else None
-    store.describe(msgspec.structs.replace(batch, output_file=output, error_file=errors))
+    if not batch.is_hosted:
+        store.describe(msgspec.structs.replace(batch, output_file=output, error_file=errors))
     return store.get(batch_id), batch.total - collector.totals.ended
 
 
-def fill(client: Client, store: BatchStore, batch: Batch, collector: Collector) -> None:
-    """Collect every answer that the store or the queue has, each once."""
+def fill(
+    client: Client,
+    store: BatchStore,
+    batch: Batch,
+    collector: Collector,
+    *,
+    is_late: bool = False,
+) -> None:
+    """Collect every answer that the store or the queue has, each once. `is_late`: jobs were
+    cancelled because the batch's deadline had passed.
+    """
+
+    def take(results: Sequence[JobResult]) -> None:
+        collector.take([_as_expired(result) if is_late else result for result in results])
+
     for results in paged(store.results(batch.id)):
-        collector.take(results)
+        take(results)
     for bad in paged(store.rejected(batch.id)):
         collector.take_bad(bad)
     last = min(batch.last_line, batch.submitted + 2 * WINDOW)
     for lines in paged(range(1, last + 1)):
         missing = [job_id(batch.id, line) for line in lines if not collector.has(line)]
         if missing:
-            collector.take(list(job_queries.results(client, missing)))
+            take(list(job_queries.results(client, missing)))
 
 
-def _fill_rest(batch: Batch, collector: Collector, source: Path) -> None:
-    why = REASONS[batch.state]
+def _as_expired(result: JobResult) -> JobResult:
+    if result.status is not JobStatus.CANCELLED:
+        return result
+    return msgspec.structs.replace(result, status=JobStatus.EXPIRED)
+
+
+def fill_rest(batch: Batch, collector: Collector, source: Path, why: LineError) -> None:
+    """Answer the lines that have no answer yet with an error."""
     try:
         rest = (
             line

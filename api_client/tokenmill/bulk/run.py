@@ -101,13 +101,13 @@ def run_batch(
         if before is None:
             _check_unused(paths)
         batch = before or new_batch(client, path, options)
-        found = summarise(path, _summarising(limits))
+        found = summarise(path, summarising(limits))
         if before is not None:
             _check_same_batch(before, found, options, paths)
             if before.state.is_final:
                 return before
-        files.save_record(_described(batch, found))
-        batch = _stored(store, _described(batch, found))
+        files.save_record(described(batch, found))
+        batch = stored(store, described(batch, found))
         if batch.state is BatchState.FINALIZING:  # another process was interrupted while ending it
             batch = refresh(client, store, batch.id)
         collector = Collector(batch.id, files, files.resume(), client.clock.now_ms())
@@ -201,10 +201,10 @@ def import_batch(
     is_resumed = batch is not None and batch.state is not BatchState.VALIDATING
     batch = batch or new_batch(client, path, options)
     store.create(batch)
-    found = summarise(path, _summarising(limits))
+    found = summarise(path, summarising(limits))
     if batch.digest and batch.digest != found.digest:
         raise ConfigurationError(f"batch {batch.id} was begun with another file than {path}")
-    batch = _stored(store, _described(batch, found))
+    batch = stored(store, described(batch, found))
     if not batch.state.is_final and not batch.is_submitted:
         feeder = BatchFeeder(
             client,
@@ -221,13 +221,13 @@ def import_batch(
     return refresh(client, store, batch.id)
 
 
-def _summarising(limits: RunLimits) -> Callable[[int], object]:
+def summarising(limits: RunLimits) -> Callable[[int], object]:
     return lambda lines: limits.on_progress(
         BatchProgress(0, 0, Totals(), f"validating: {lines} lines")
     )
 
 
-def _described(batch: Batch, found: FileSummary) -> Batch:
+def described(batch: Batch, found: FileSummary) -> Batch:
     listed = [
         BatchError(code=bad.code, message=bad.message, line=bad.line, param=bad.param)
         for bad in found.first_bad
@@ -245,7 +245,7 @@ def _described(batch: Batch, found: FileSummary) -> Batch:
     )
 
 
-def _stored(store: BatchStore, batch: Batch) -> Batch:
+def stored(store: BatchStore, batch: Batch) -> Batch:
     """Store the batch, start it (or fail it if the file has no requests), and return it."""
     store.create(batch)
     store.describe(batch)

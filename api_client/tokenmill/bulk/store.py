@@ -15,19 +15,19 @@ from typing import Any, Final
 
 import msgspec
 
-from tokenmill.bulk.batch import Batch, BatchNotFound, BatchState, Totals
+from tokenmill.bulk.batch import HOSTED, Batch, BatchNotFound, BatchState, Totals
 from tokenmill.bulk.formats.input_file import BadLine
-from tokenmill.bulk.formats.output_line import EXPIRED, UNREADABLE
+from tokenmill.bulk.formats.output_line import EXPIRED
 from tokenmill.bulk.pages import PAGE, paged
+from tokenmill.bulk.rows import bad_line_of, batch_of, columns_of, item_of, result_of
 from tokenmill.client import Client
 from tokenmill.errors import ConfigurationError
+from tokenmill.files.stored_file import READY, StoredFile
 from tokenmill.sql.database import Database
 from tokenmill.sql.storable import storable
+from tokenmill.sql.webhooks import announce
 from tokenmill.transport.server_clock import ServerClock
-from tokenmill_schemas.codec import DecodeError, decode_result
-from tokenmill_schemas.openai_batch import BatchError
-from tokenmill_schemas.result import JobError, JobResult, JobStatus
-from tokenmill_schemas.validation import MAX_NAME_CHARS
+from tokenmill_schemas.result import JobResult, JobStatus
 
 log = logging.getLogger(__name__)
 
@@ -44,20 +44,11 @@ _JOBS: Final = (
     "id", "batch_id", "state", "finished_ms", "result", "metadata", "error_code", "error_message",
 )  # fmt: skip
 _TOKENS: Final = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
-_PLAIN: Final = (
-    "id", "queue", "tenant", "model", "endpoint", "input_file", "output_file", "error_file",
-    "total", "created_ms", "expires_ms", "completion_window",
-)  # fmt: skip
 _MOMENTS: Final = {
     BatchState.IN_PROGRESS: "started_ms",
     BatchState.FINALIZING: "finalizing_ms",
     BatchState.CANCELLING: "cancelling_ms",
 }
-_REFUSED = "refused"  # a bad request, as the API would reject it
-_INVALID = "invalid"  # no request at all
-PURGED: Final = JobError(
-    "result_purged", "The answer was removed from the database by its retention rules."
-)
 
 
 def open_store(client: Client, output: Path | None = None) -> BatchStore:
@@ -91,7 +82,7 @@ class BatchStore:
                 tables.metadata.create_all(connection)
         self._sql = self._database.sql
         self._batches, self._items = tables.batches, tables.batch_items
-        self._jobs, self._usage = tables.jobs, tables.usage
+        self._jobs, self._usage, self._files = tables.jobs, tables.usage, tables.files
 
     def _select(self, table: Any, columns: Sequence[str]) -> Any:
         return self._sql.select(*(table.c[name] for name in columns))
@@ -102,14 +93,17 @@ class BatchStore:
 
     # ── the batch ──
 
-    def create(self, batch: Batch) -> None:
+    def create(self, batch: Batch, **more: Any) -> None:
+        """Store a batch that is not there yet, with further columns."""
         first = {"state": batch.state.value, "completed": 0, "failed": 0, "submitted": 0}
         with self._database.connection() as connection:
             known = connection.execute(
                 self._sql.select(self._batches.c.id).where(self._batches.c.id == batch.id)
             )
             if known.first() is None:
-                connection.execute(self._batches.insert().values(**_described(batch), **first))
+                connection.execute(
+                    self._batches.insert().values(**columns_of(batch), **first, **more)
+                )
 
     def get(self, batch_id: str) -> Batch:
         """Return a batch. Raises BatchNotFound."""
@@ -117,21 +111,28 @@ class BatchStore:
         found = self._rows(self._select(table, _COLUMNS).where(table.c.id == batch_id))
         if not found:
             raise BatchNotFound(batch_id)
-        return _batch(dict(found[0]))
+        return batch_of(dict(found[0]))
 
-    def newest(self, limit: int = 20, after: str | None = None) -> Sequence[Batch]:
-        """List batches, the newest first. `after`: list only batches older than this one."""
+    def newest(
+        self, limit: int = 20, after: str | None = None, *, hosted_for: str | None = None
+    ) -> Sequence[Batch]:
+        """List batches, the newest first. `after`: list only batches older than this one.
+        `hosted_for`: list only those that a tenant has at the gateway.
+        """
         table = self._batches
         statement = (
             self._select(table, _COLUMNS)
             .order_by(table.c.created_ms.desc(), table.c.id.desc())
             .limit(limit)
         )
+        if hosted_for is not None:
+            is_hosted = table.c.input_file.startswith(HOSTED, autoescape=True)
+            statement = statement.where(table.c.tenant == hosted_for, is_hosted)
         if after is not None:
             last = self.get(after)
             pair = self._sql.tuple_(table.c.created_ms, table.c.id)
             statement = statement.where(pair < self._sql.tuple_(last.created_ms, last.id))
-        return [_batch(dict(row)) for row in self._rows(statement)]
+        return [batch_of(dict(row)) for row in self._rows(statement)]
 
     def move(self, batch_id: str, state: BatchState, expected: Sequence[BatchState]) -> bool:
         """Move a batch to another state and record the time. Return False if it is in none of the
@@ -148,9 +149,43 @@ class BatchStore:
             )
             return bool(changed.rowcount)
 
+    def end_hosted(
+        self, batch: Batch, state: BatchState, totals: Totals, outputs: Sequence[StoredFile]
+    ) -> bool:
+        """End a batch of the gateway, name and show the files of its answers, and announce the end,
+        all at once. Return False if its state has changed.
+        """
+        now_ms = self._clock.now_ms()
+        values = {"state": state.value, "finished_ms": now_ms, "due_ms": None} | {
+            "output_file": batch.output_file,
+            "error_file": batch.error_file,
+            "completed": totals.completed,
+            "failed": totals.failed,
+            "usage": msgspec.to_builtins(totals) | {"over_line": batch.last_line},
+            "errors": storable(msgspec.to_builtins(batch.errors)) or None,
+        }
+        table, files = self._batches, self._files
+        change = table.update().where(table.c.id == batch.id, table.c.state == batch.state.value)
+        with self._database.connection() as connection:
+            if not connection.execute(change.values(**values)).rowcount:
+                return False
+            for file in outputs:
+                shown = msgspec.to_builtins(file) | {"state": READY}
+                connection.execute(files.update().where(files.c.id == file.id).values(**shown))
+            event = f"batch.{state.value}"
+            announce(
+                connection,
+                batch.id,
+                event,
+                queue=batch.queue,
+                tenant=batch.tenant,
+                ended_ms=now_ms,
+            )
+        return True
+
     def describe(self, batch: Batch) -> None:
         """Write everything but the state and the progress."""
-        values = _described(batch)
+        values = columns_of(batch)
         del values["id"]
         self._update(batch.id, values)
 
@@ -185,7 +220,7 @@ class BatchStore:
                     del page[line]
                 if page:
                     connection.execute(
-                        items.insert(), [_item(batch_id, bad) for bad in page.values()]
+                        items.insert(), [item_of(batch_id, bad) for bad in page.values()]
                     )
 
     def rejected(self, batch_id: str) -> Iterator[BadLine]:
@@ -196,7 +231,7 @@ class BatchStore:
             )
             rows = self._rows(statement.order_by(items.c.line).limit(PAGE))
             for row in rows:
-                yield _bad_line(row)
+                yield bad_line_of(row)
             if len(rows) < PAGE:
                 return
             last = rows[-1]["line"]
@@ -212,7 +247,7 @@ class BatchStore:
                 jobs.c.batch_id == batch_id, pair > self._sql.tuple_(*last)
             )
             rows = self._rows(statement.order_by(jobs.c.finished_ms, jobs.c.id).limit(PAGE))
-            yield from map(_result, rows)
+            yield from map(result_of, rows)
             if len(rows) < PAGE:
                 return
             last = (rows[-1]["finished_ms"], rows[-1]["id"])
@@ -221,7 +256,7 @@ class BatchStore:
         found: dict[str, JobResult] = {}
         for page in paged(job_ids):
             statement = self._select(self._jobs, _JOBS).where(self._jobs.c.id.in_(page))
-            found |= {row["id"]: _result(row) for row in self._rows(statement)}
+            found |= {row["id"]: result_of(row) for row in self._rows(statement)}
         return found
 
     def totals(self, batch: Batch, *, with_tokens: bool) -> Totals | None:
@@ -262,89 +297,3 @@ class BatchStore:
 
     def close(self) -> None:
         self._database.close()
-
-
-def _described(batch: Batch) -> dict[str, Any]:
-    """Return the columns of a batch, with names cut to the length of their columns."""
-    options = {"any_model": batch.any_model, "last_line": batch.last_line, "digest": batch.digest}
-    values = {
-        **{name: getattr(batch, name) for name in _PLAIN},
-        "model": batch.model[:MAX_NAME_CHARS],
-        "completion_window": batch.completion_window.replace(" ", ""),
-        "errors": msgspec.to_builtins(batch.errors) or None,
-        "metadata": dict(batch.metadata) or None,
-        "options": options,
-    }
-    return {name: storable(value) for name, value in values.items()}
-
-
-def _batch(row: dict[str, Any]) -> Batch:
-    """Build a batch from its row. NULL stands for a default; the counts are those of the last
-    progress.
-    """
-    options, used = row.pop("options") or {}, row.pop("usage") or {}
-    over_line, seen_ms = used.pop("over_line", 0), used.pop("seen_ms", 0)
-    completed, failed = row.pop("completed"), row.pop("failed")
-    values = {name: value for name, value in row.items() if value is not None and name != "errors"}
-    return Batch(
-        **{**values, "state": BatchState(row["state"])},
-        **options,
-        over_line=over_line,
-        seen_ms=seen_ms,
-        totals=msgspec.convert(used | {"completed": completed, "failed": failed}, Totals),
-        errors=tuple(msgspec.convert(row["errors"] or [], list[BatchError])),
-    )
-
-
-def _item(batch_id: str, bad: BadLine) -> dict[str, Any]:
-    values = {
-        "batch_id": batch_id,
-        "line": bad.line,
-        "custom_id": bad.custom_id,
-        "state": _REFUSED if bad.status else _INVALID,
-        "error_code": bad.code,
-        "error_message": bad.message,
-        "error_param": bad.param[:MAX_NAME_CHARS] if bad.param else None,
-    }
-    return {name: storable(value) for name, value in values.items()}
-
-
-def _bad_line(row: Any) -> BadLine:
-    status = 400 if row["state"] == _REFUSED else 0
-    return BadLine(
-        row["line"],
-        row["custom_id"],
-        row["error_code"],
-        row["error_message"],
-        row["error_param"],
-        status,
-    )
-
-
-def _result(row: Any) -> JobResult:
-    """Return the recorded result of a job.
-
-    A job whose result was purged or cannot be decoded takes its status from the columns; a
-    succeeded one becomes a failure that names the reason.
-    """
-    missing = PURGED
-    if row["result"] is not None:
-        try:
-            return decode_result(bytes(row["result"]))
-        except DecodeError as trouble:
-            log.warning(
-                "The recorded result of job %s cannot be read; its line goes to the error file: %s",
-                row["id"],
-                trouble,
-            )
-            missing = JobError(UNREADABLE.code, UNREADABLE.message)
-    state = JobStatus(row["state"])
-    error = (
-        JobError(row["error_code"], row["error_message"] or "") if row["error_code"] else missing
-    )
-    return JobResult(
-        job_id=row["id"],
-        status=JobStatus.FAILED if state is JobStatus.SUCCEEDED else state,
-        error=error,
-        metadata=row["metadata"] or {},
-    )

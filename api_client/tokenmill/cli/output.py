@@ -140,16 +140,18 @@ def state(value: str) -> Text:
     return Text(value, style=STATE_STYLES.get(value, ""))
 
 
-def table(columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]]) -> None:
+def table(
+    columns: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]], *, wraps: bool = False
+) -> None:
     """Print a table with one line for each row. Columns are titles, or (title, justification).
 
     A terminal shows what fits: the texts of the columns behind the first are cut to LEAST_WIDTH
-    where needed, then columns are left out from the right, and `…` stands for them. Elsewhere
-    nothing is cut.
+    where needed, or wrapped between words with `wraps`, then columns are left out from the right,
+    and `…` stands for them. Elsewhere nothing is cut.
     """
     terminal = out()
     grid = Table(box=None, header_style="bold", pad_edge=False)
-    cells = [[_cell(value) for value in row] for row in rows]
+    cells = [[_cell(value, wraps=wraps) for value in row] for row in rows]
     for number, column in enumerate(columns):
         title, justify = (column, "left") if isinstance(column, str) else column
         width = max(cell_len(title), *(row[number].cell_len for row in cells))
@@ -183,9 +185,9 @@ def _num_fitting(grid: Table, width: int) -> int:
     return max(room, default=1)
 
 
-def _cell(value: object) -> Text:
+def _cell(value: object, *, wraps: bool = False) -> Text:
     text = value if isinstance(value, Text) else Text(visible(" ".join(str(value).split())))
-    text.no_wrap, text.overflow = True, "ellipsis"
+    text.no_wrap, text.overflow = not wraps, "fold" if wraps else "ellipsis"
     return text
 
 

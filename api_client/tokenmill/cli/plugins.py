@@ -21,6 +21,8 @@ from tokenmill.errors import TokenmillError
 
 GROUP: Final = "tokenmill.commands"
 _NEEDS_WORKER: Final = ("worker", "tasks", "dev", "db", "doctor", "exporter")
+_NEEDS_GATEWAY: Final = ("gateway", "keys")
+_NEEDS_ENGINE: Final = ("worker", "dev")  # our own, unless another one is named
 
 
 class CommandGroup(TyperGroup):
@@ -35,9 +37,16 @@ class CommandGroup(TyperGroup):
         if command is None:
             command = _plugins().get(cmd_name)
         if command is None and cmd_name in _NEEDS_WORKER:
+            extras = "worker,engine" if cmd_name in _NEEDS_ENGINE else "worker"
             complain(
                 f"`tokenmill {cmd_name}` needs the worker: "
-                "pip install '.[worker]' in tokenmill's folder"
+                f"pip install '.[{extras}]' in tokenmill's folder"
+            )
+            raise typer.Exit(1)
+        if command is None and cmd_name in _NEEDS_GATEWAY:
+            complain(
+                f"`tokenmill {cmd_name}` needs the gateway: "
+                "pip install '.[gateway]' in tokenmill's folder"
             )
             raise typer.Exit(1)
         return command
@@ -71,6 +80,7 @@ def _is_ours(module: str | None) -> bool:
         "tokenmill",
         "tokenmill_schemas",
         "tokenmill_worker",
+        "tokenmill_gateway",
         "tokenmill_migrations",
     )
 

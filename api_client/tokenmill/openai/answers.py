@@ -35,7 +35,7 @@ def answer_of(result: JobResult, url: str | None) -> ChatCompletion | Completion
     """Return the answer of an endpoint; without a known one, that of completions."""
     if url == RESPONSES_URL:
         return response_of(result)
-    usage, created = _usage(result.usage), result.created_ms // 1000
+    usage, created = usage_of(result.usage), result.created_ms // 1000
     if url == CHAT_URL:
         return ChatCompletion(
             id=f"chatcmpl-{result.job_id}",
@@ -53,7 +53,7 @@ def answer_of(result: JobResult, url: str | None) -> ChatCompletion | Completion
     )
 
 
-def _usage(used: Usage) -> CompletionUsage:
+def usage_of(used: Usage) -> CompletionUsage:
     thoughts = ReasoningDetails(used.reasoning_tokens) if used.reasoning_tokens else UNSET
     return CompletionUsage(
         prompt_tokens=used.prompt_tokens,

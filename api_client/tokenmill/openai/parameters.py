@@ -30,7 +30,7 @@ VLLM_NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 # what changes no answer
 LABELS: Final = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention",
+    "prompt_cache_options", "prompt_cache_retention",
 })  # fmt: skip
 
 

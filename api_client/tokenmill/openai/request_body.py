@@ -20,7 +20,7 @@ from tokenmill.openai.parameters import (
     require,
     unrecognized,
 )
-from tokenmill.openai.responses_body import chat_of
+from tokenmill.openai.responses_body import NEUTRAL, PASSED, TAKEN, chat_of
 from tokenmill_schemas.openai import COMPLETIONS_URL, RESPONSES_URL
 
 _SAME: Final = (*SAMPLING, "n", "response_format")
@@ -64,6 +64,19 @@ def fields_of(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
     fields["model"] = _model(body)
     fields |= _chat(body) if is_chat else _completion(body)
     return fields
+
+
+def parameters_of(url: str) -> tuple[frozenset[str], Mapping[str, tuple[object, ...]]]:
+    """Return the parameters of an endpoint that may have any value, and the others that may stand
+    in a body, each with its values that have no effect.
+    """
+    if url == RESPONSES_URL:
+        passed = {name: values for name, values in _NEUTRAL.items() if name in PASSED}
+        return TAKEN, {**NEUTRAL, **passed}
+    is_chat = url != COMPLETIONS_URL
+    neutral = _CHAT_NEUTRAL if is_chat else _NEUTRAL
+    other = _COMPLETION_ONLY if is_chat else _CHAT_ONLY
+    return _KNOWN - other - neutral.keys(), neutral
 
 
 def _check_names(body: Mapping[str, Any], is_chat: bool) -> None:

@@ -20,12 +20,12 @@ from tokenmill.openai.parameters import (
 )
 
 # names that mean the same in a chat
-_SAME: Final = frozenset({
+PASSED: Final = frozenset({
     *SAMPLING, *VLLM_NEUTRAL, *LABELS, "model", "parallel_tool_calls", "chat_template_kwargs",
     "stream", "stream_options",
 })  # fmt: skip
 # parameter → the values that have no effect
-_NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
+NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "background": (False,),
     "truncation": ("disabled",),
     "previous_response_id": (),
@@ -53,10 +53,10 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in body.items():
         if name in _READERS:
             chat |= _READERS[name](value)
-        elif name in _SAME:
+        elif name in PASSED:
             chat[name] = value
-        elif name in _NEUTRAL:
-            refuse_effect(name, value, _NEUTRAL[name])
+        elif name in NEUTRAL:
+            refuse_effect(name, value, NEUTRAL[name])
         elif name not in ("input", "instructions"):
             raise unrecognized(name)
     if "top_logprobs" in chat:
@@ -106,11 +106,15 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         output = _content(given.get("output"), where)
         called = given.get("call_id")
         messages.append({"role": "tool", "tool_call_id": called, "content": output})
-    elif kind == "function_call":
+    elif kind == "function_call" and given.get("status") != "incomplete":  # a cut one is no call
         function = {name: given[name] for name in ("name", "arguments") if name in given}
         _join(messages, {"tool_calls": [{"id": given.get("call_id"), "function": function}]})
-    elif thoughts := _content(given.get("content") or given.get("summary"), where):
-        _join(messages, {"reasoning": "".join(part["text"] for part in thoughts)})
+    elif kind == "reasoning":
+        thoughts = _content(given.get("content") or given.get("summary") or [], where)
+        if not isinstance(thoughts, list):
+            raise FormError(f"{where} must have its thoughts in a list of parts", where)
+        if thoughts:
+            _join(messages, {"reasoning": "".join(part["text"] for part in thoughts)})
 
 
 def _join(messages: list[dict[str, Any]], said: dict[str, Any]) -> None:
@@ -198,7 +202,7 @@ def _function(value: Any) -> Any:
 
 
 def _top_logprobs(value: Any) -> dict[str, Any]:
-    return {"top_logprobs": value} if value else {}
+    return {} if value == 0 and type(value) is int else {"top_logprobs": value}
 
 
 def _object(value: Any, keys: tuple[str, ...], where: str) -> dict[str, Any]:
@@ -217,4 +221,8 @@ _READERS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "tools": _tools,
     "tool_choice": _choice,
     "top_logprobs": _top_logprobs,
+}
+TAKEN: Final = (PASSED - VLLM_NEUTRAL.keys() | _READERS.keys() | {"input", "instructions"}) - {
+    "stream",
+    "stream_options",
 }

@@ -91,9 +91,13 @@ class Subscribe:
 class Receive:
     """Wait for a message. Reply: the next message's bytes; None after `timeout` seconds; MISSED if
     messages may have been lost.
+
+    AsyncClient looks at all silent jobs together, and lets one that has not changed wait on, until
+    `limit` seconds have passed.
     """
 
     timeout: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,7 @@ class StreamMessages:
     """
 
     timeout: float
+    limit: float
     values_of: Callable[[Any], Sequence[Any] | None]
     on_taken: Callable[[], None]
 

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from tokenmill.errors import JobNotFound, QueueUnavailable
+from tokenmill.errors import JobNotFound, QueueUnavailable, readable
 from tokenmill.operations.io_requests import (
     Commands,
     Emit,
@@ -38,7 +38,8 @@ from tokenmill.operations.retry_window import RetryWindow
 from tokenmill.operations.stream_position import StreamPosition, read_position
 from tokenmill.transport.scripts import CANCEL, Argument
 from tokenmill_schemas.chunk import Chunk
-from tokenmill_schemas.codec import DecodeError, decode_chunk
+from tokenmill_schemas.codec import DecodeError, decode_chunk, decode_request
+from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.result import JobResult
 
 LOG_PAGE = 1_000
@@ -85,6 +86,24 @@ def status(context: QueueContext, job_id: str) -> Operation[JobInfo]:
     return info_of(result)
 
 
+def request(
+    context: QueueContext, job_id: str, tenant: str | None = None
+) -> Operation[JobRequest | None]:
+    """Return the request of a job that has not ended, None after that and for an unknown job. With
+    `tenant`, another tenant's job is as an unknown one: the same command finds neither. Raises
+    UnreadableRecord.
+    """
+    if tenant is not None:
+        ((owner,),) = yield Commands((("HMGET", context.keys.job(job_id), "tenant"),))
+        if owner != tenant.encode():
+            return None
+    ((data,),) = yield Commands((("HMGET", context.keys.job(job_id), "request"),))
+    if data is None:
+        return None
+    with readable(f"the request of job {job_id}"):
+        return decode_request(data)
+
+
 def cancel(context: QueueContext, job_id: str) -> Operation[str]:
     (word,) = yield RunScript(CANCEL, (job_id,))
     outcome: str = word.decode()
@@ -116,7 +135,9 @@ def follow(
             yield Subscribe(context.keys.chunks(job_id))
             yield from _catch_up(context, position, window)
             while not position.is_over:
-                message = yield StreamMessages(window.next_wait_s(), values_of, window.progress)
+                message = yield StreamMessages(
+                    window.next_wait_s(), window.limit_s(), values_of, window.progress
+                )
                 chunk = _chunk_of(message)
                 delivered = position.accept(chunk) if chunk is not None else None
                 if delivered is None:
@@ -234,7 +255,7 @@ def wait(context: QueueContext, job_id: str, timeout: float | None) -> Operation
 def _until_last(window: RetryWindow) -> Operation[None]:
     """Return when the job may have ended: after its last chunk, or after a silence."""
     while True:
-        message = yield Receive(window.next_wait_s())
+        message = yield Receive(window.next_wait_s(), window.limit_s())
         chunk = _chunk_of(message)
         if chunk is None or chunk.is_last:
             return

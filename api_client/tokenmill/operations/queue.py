@@ -303,7 +303,7 @@ def set_limits(
     bad = [
         f"{name} must be at least 0, not {value}"
         for name, value in limits.items()
-        if value is not None and value < 0
+        if value is not None and not 0 <= value < math.inf
     ]
     if bad:
         raise ConfigurationError("; ".join(bad))

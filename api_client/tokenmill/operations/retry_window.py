@@ -14,6 +14,7 @@ from tokenmill.transport.backoff import Backoff
 from tokenmill_schemas.result import JobStatus
 
 RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
+LOOK_ANYWAY_S = 120.0  # a silent job that looks unchanged is read again after so long
 
 
 def is_served(context: QueueContext) -> Operation[bool]:
@@ -59,6 +60,16 @@ class RetryWindow:
         if left <= 0:
             raise ResultTimeout(self._job_id, self._timeout)
         return min(longest, left)
+
+    def limit_s(self) -> float:
+        """Return the time in seconds until a limit of this wait may pass."""
+        now = time.monotonic()
+        limits = [LOOK_ANYWAY_S]
+        if self._unserved_at > now:
+            limits.append(self._unserved_at - now)
+        if self._timeout is not None:
+            limits.append(self._since + self._timeout - now)
+        return min(limits)
 
     def check_served(self, info: JobInfo) -> Operation[None]:
         """Raise QueueUnserved if the job has waited long enough and no worker has ever served the

@@ -77,13 +77,14 @@ class Database:
         """Open one transaction, which commits at the end. Errors of SQLAlchemy become
         TokenmillErrors: one sentence, without the statement.
         """
+        pool = self._engine.pool
         try:
-            with self._engine.begin() as connection:
-                try:
+            try:
+                with self._engine.begin() as connection:
                     yield connection
-                finally:
-                    if self._is_closed:  # its pool is gone and would not close it
-                        connection.detach()
+            finally:
+                if self._is_closed:  # perhaps before the connection was back in this pool
+                    pool.dispose()
         except self.sql.exc.SQLAlchemyError as error:
             words = self._errors.sentence_of(error)
             if "unable to open database file" in words or "there is no database at" in words:

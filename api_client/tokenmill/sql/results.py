@@ -75,6 +75,7 @@ class SqlResults:
     """The results in one database; may be shared between threads."""
 
     def __init__(self, url: str) -> None:
+        self.url = url
         self._database = Database(url)
         from tokenmill.sql import queries  # imports SQLAlchemy
 

@@ -1,5 +1,5 @@
-"""Webhooks in the database, for operators: pending, delivered and dead ones, and redriving the
-dead.
+"""Webhooks in the database: the message of an end, and for operators the pending, delivered and
+dead ones, and redriving the dead.
 
 Needs the extra `sql`. `tokenmill tasks` sends them.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -16,11 +17,85 @@ from tokenmill.errors import ConfigurationError
 from tokenmill.sql.database import Database
 from tokenmill_schemas.webhook import redacted_url
 
+if TYPE_CHECKING:
+    import sqlalchemy
+
 STATES: Final = ("pending", "sending", "delivered", "dead", "superseded")
 _COLUMNS: Final = (
     "id", "job_id", "queue", "tenant", "event", "url", "state", "attempts", "ended_ms", "due_ms",
     "delivered_ms", "last_status", "last_error",
 )  # fmt: skip
+
+
+_MAX_NAME: Final = 255  # size of the tables' name columns
+
+
+def message_of(
+    about: str, event: str, *, queue: str, tenant: str, url: str, ended_ms: int
+) -> dict[str, Any] | None:
+    """Return the row of the message about an end of a job or a batch; None if nothing can be sent
+    to the URL. Its id is the same in every process that records this end; a redriven job has
+    another one.
+    """
+    host = _host(url)
+    if host is None:
+        return None
+    return {
+        "queue": queue,
+        "tenant": tenant,
+        "id": f"msg_{about}_{ended_ms}",
+        "job_id": about,
+        "event": event,
+        "url": url,
+        "host": host,
+        "state": "pending",
+        "attempts": 0,
+        "ended_ms": ended_ms,
+        "due_ms": ended_ms,
+    }
+
+
+def _host(url: str) -> str | None:
+    """Return the URL's host; None if nothing can be sent there."""
+    if not url.isprintable():
+        return None
+    try:
+        parts = urlsplit(url)
+        return (
+            (parts.hostname or "")[:_MAX_NAME]
+            if parts.scheme in ("http", "https") and parts.hostname
+            else None
+        )
+    except ValueError:
+        return None
+
+
+def announce(
+    connection: sqlalchemy.Connection,
+    about: str,
+    event: str,
+    *,
+    queue: str,
+    tenant: str,
+    ended_ms: int,
+) -> None:
+    """Add the message about an end to the outbox, if its tenant has a URL, in the transaction that
+    records the end. `event` is OpenAI's, such as `batch.completed`; `about` is the id that the API
+    shows.
+    """
+    from sqlalchemy import select
+
+    from tokenmill_schemas.tables import tenant_webhooks, webhooks
+
+    urls = select(tenant_webhooks.c.url).where(tenant_webhooks.c.tenant == tenant)
+    url = connection.scalar(urls)
+    if url is None:
+        return
+    row = message_of(about, event, queue=queue, tenant=tenant, url=url, ended_ms=ended_ms)
+    if row is None:
+        return
+    if connection.scalar(select(webhooks.c.id).where(webhooks.c.id == row["id"])) is None:
+        connection.execute(webhooks.insert().values(row))
 
 
 class WebhookRow(msgspec.Struct, frozen=True, kw_only=True):

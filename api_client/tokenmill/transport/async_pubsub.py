@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -28,8 +29,11 @@ from tokenmill.transport.sync_pubsub import Signal
 log = logging.getLogger(__name__)
 
 # messages queued per subscriber; beyond it they are dropped and it reads the log
-MAX_WAITING = 4_096
+MAX_WAITING = 1_024
 _CONFIRM_S = 5.0
+_GATHER_S = 0.1  # silent subscriptions of so long a time are looked at together
+_LOOKED_AT_ONCE = 500
+Look = Callable[[Sequence[bytes]], Awaitable[Sequence[bytes]]]
 _RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
 
 
@@ -43,13 +47,16 @@ class MultiplexedSubscription:
 
     __slots__ = (
         "_fires_at",
+        "_limit_at",
         "_loop",
         "_messages",
         "_multiplexer",
         "_timer",
+        "_wait_s",
         "_wait_until",
         "_waiter",
         "channel",
+        "seen",
     )
 
     def __init__(self, multiplexer: PubSubMultiplexer, channel: bytes) -> None:
@@ -58,7 +65,9 @@ class MultiplexedSubscription:
         self._loop = asyncio.get_running_loop()
         self._messages: deque[bytes | Signal] = deque()
         self._waiter: asyncio.Future[bytes | Signal | None] | None = None
-        self._wait_until = 0.0  # in the loop's time
+        self._wait_until = self._limit_at = 0.0  # in the loop's time
+        self._wait_s = 0.0
+        self.seen: bytes | None = None  # the state at the last look
         self._timer: asyncio.TimerHandle | None = None
         self._fires_at = math.inf  # when the timer fires; inf without a timer
 
@@ -72,13 +81,22 @@ class MultiplexedSubscription:
             message = Signal.MISSED
         messages.append(message)
 
-    async def receive(self, timeout: float) -> bytes | Signal | None:
+    def taken(self) -> bytes | Signal | None:
+        """Return a message that is there; None without one."""
+        return self._messages.popleft() if self._messages else None
+
+    async def receive(self, timeout: float, limit: float = 0.0) -> bytes | Signal | None:
         """Return the next message; None after `timeout` seconds; MISSED if messages may have been
-        lost."""
+        lost. With a look of the multiplexer, None comes if that sees a change, or after `limit`
+        seconds.
+        """
         if self._messages:
             return self._messages.popleft()
         loop = self._loop
-        self._wait_until = loop.time() + timeout
+        now = loop.time()
+        self._wait_s = timeout
+        self._wait_until = now + timeout
+        self._limit_at = now + limit
         if self._fires_at > self._wait_until:
             self._set_timer()
         waiter = self._waiter = loop.create_future()
@@ -111,15 +129,30 @@ class MultiplexedSubscription:
             return
         if self._loop.time() < self._wait_until:
             self._set_timer()
-        else:
+        elif not (self._wait_until < self._limit_at and self._multiplexer.look_at(self)):
             self._waiter.set_result(None)
+        else:
+            self._wait_until = min(self._loop.time() + self._wait_s, self._limit_at)
+            self._set_timer()
+
+    def wake(self) -> bool:
+        """End a wait with None. Return whether there was one."""
+        if self._waiter is None or self._waiter.done():
+            return False
+        self._waiter.set_result(None)
+        return True
 
 
 class PubSubMultiplexer:
-    """The subscriptions of one event loop. `client` is used only for its pub/sub connections."""
+    """The subscriptions of one event loop. `client` is used only for its pub/sub connections.
+    `look` returns the state of each channel's subject, for the silent ones.
+    """
 
-    def __init__(self, client: redis.asyncio.Redis) -> None:
+    def __init__(self, client: redis.asyncio.Redis, look: Look | None = None) -> None:
         self._client: Any = client
+        self._look = look
+        self._silent: list[MultiplexedSubscription] = []
+        self._looking: asyncio.Task[None] | None = None
         self._is_cluster = isinstance(self._client, redis.asyncio.cluster.RedisCluster)
         self._subscribers: dict[bytes, tuple[MultiplexedSubscription, ...]] = {}
         self._confirmed: dict[bytes, asyncio.Event] = {}
@@ -176,8 +209,37 @@ class PubSubMultiplexer:
         for confirmed in self._confirmed.values():
             confirmed.set()
         await self._stop_reader()
+        looking, self._looking = self._looking, None
+        await end_task(looking)
         for subscription in chain(*subscribers.values()):
             subscription.deliver(Signal.MISSED)
+
+    def look_at(self, subscription: MultiplexedSubscription) -> bool:
+        """Wake a silent subscription if the next look sees a change. Return False without looks."""
+        if self._look is None or self._is_closed:
+            return False
+        self._silent.append(subscription)
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look_at_silent(), name="silent-streams")
+        return True
+
+    async def _look_at_silent(self) -> None:
+        assert self._look is not None
+        try:
+            await asyncio.sleep(_GATHER_S)
+            while self._silent:
+                part = self._silent[:_LOOKED_AT_ONCE]
+                del self._silent[:_LOOKED_AT_ONCE]
+                try:
+                    states: Sequence[bytes | None]
+                    states = await self._look([one.channel for one in part])
+                except QueueUnavailable:
+                    states = [None] * len(part)  # each looks for itself, and knows how long to wait
+                for one, state in zip(part, states, strict=True):
+                    if (state is None or state != one.seen) and one.wake():
+                        one.seen = state
+        finally:
+            self._looking = None
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -45,6 +45,7 @@ SUBMIT = load_script(COMMON, ("tokenmill", "submit"))
 CANCEL = load_script(COMMON, ("tokenmill", "cancel"))
 REDRIVE = load_script(COMMON, ("tokenmill", "redrive"))
 COLLECT = load_script(COMMON, ("tokenmill", "collect"))
+LOOK = load_script(COMMON, ("tokenmill", "look"))
 
 
 def in_parts(

@@ -12,7 +12,8 @@ import json
 import subprocess
 import sys
 import time
-from typing import Self
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 
@@ -35,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lines", type=int, default=20_000)
     parser.add_argument("--bulk-tokens", type=int, default=32, help="of each line's answer")
     parser.add_argument("--jobs", type=int, default=60, help="interactive ones, in each phase")
-    parser.add_argument(
-        "--pause", type=float, default=0.1, help="seconds between the end of one and the next"
-    )
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds between two jobs")
     parser.add_argument("--tokens", type=int, default=16, help="of each interactive answer")
     parser.add_argument("--rest", type=float, default=15.0, help="seconds of the file alone")
 
@@ -46,19 +45,17 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     with DemoStack(arguments.model, "bench") as stack:
         stack.start(lambda _: None)
         _interactive(stack, arguments, count=5)  # warm up
-        alone = _interactive(stack, arguments, arguments.jobs)
-        with _BulkFile(stack, arguments) as bulk:
-            bulk.wait_for_answers()
-            before, since = bulk.tokens, time.monotonic()
-            beside = _interactive(stack, arguments, arguments.jobs)
-            beside["tokens_s"] = (bulk.tokens - before) / (time.monotonic() - since)
-            if not bulk.is_running:
+        cases = {"jobs alone": _interactive(stack, arguments, arguments.jobs)}
+        with _bulk_file(stack, arguments) as bulk:
+            before, since = bulk.first_tokens(), time.monotonic()
+            beside = cases["both"] = _interactive(stack, arguments, arguments.jobs)
+            beside["tokens_s"] = (bulk.tokens() - before) / (time.monotonic() - since)
+            if not bulk.is_running():
                 print("the file ended before the interactive jobs did: give it more lines")
-            before, since = bulk.tokens, time.monotonic()
+            before, since = bulk.tokens(), time.monotonic()
             time.sleep(arguments.rest)
-            rest = (bulk.tokens - before) / (time.monotonic() - since)
-            cases = {"jobs alone": alone, "both": beside}
-            if bulk.is_running:
+            rest = (bulk.tokens() - before) / (time.monotonic() - since)
+            if bulk.is_running():
                 cases["the file alone"] = {"tokens_s": rest}
     title = f"interactive jobs beside a file of {arguments.lines:,} lines"
     show(Console(), title, cases, COLUMNS)
@@ -66,71 +63,62 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 class _BulkFile:
-    """Runs `tokenmill bulk run` in a process of its own, as a user would; kills it at the end."""
+    def __init__(self, process: subprocess.Popen[bytes], client: Client) -> None:
+        self._process, self._store = process, open_store(client)
 
-    def __init__(self, stack: DemoStack, arguments: argparse.Namespace) -> None:
-        source = stack.directory / "in.jsonl"
-        with source.open("w") as file:
-            for number in range(arguments.lines):
-                prompt = f"Number {number} is"
-                limits = {"model": arguments.model, "max_tokens": arguments.bulk_tokens}
-                line = {
-                    "custom_id": str(number),
-                    "method": "POST",
-                    "url": "/v1/completions",
-                    "body": {"prompt": prompt, **limits},
-                }
-                file.write(json.dumps(line) + "\n")
-        command = [sys.executable, "-m", "tokenmill.cli", "bulk", "run", str(source)]
-        command += ["-o", str(stack.directory / "out.jsonl"), "--redis-url", stack.redis_url]
-        command += ["--queue", stack.queue, "--database-url", stack.database_url]
-        self._process = subprocess.Popen(
-            command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
-        self._client = Client(stack.redis_url, queue=stack.queue, database=stack.database_url)
-        self._store = open_store(self._client)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._store.close()
-        self._client.close()
-
-    @property
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    @property
     def tokens(self) -> int:
-        """Number of output tokens of the file so far; the count lags by up to a second."""
+        """Return the output tokens of the file so far; the count lags by up to a second."""
         batches = self._store.newest(1)
         return batches[0].totals.output_tokens if batches else 0
 
-    def wait_for_answers(self) -> None:
+    def first_tokens(self) -> int:
+        """Wait for the first answers, and return their tokens."""
         until = time.monotonic() + 120
-        while not self.tokens:
-            if not self.is_running or time.monotonic() > until:
+        while not (tokens := self.tokens()):
+            if not self.is_running() or time.monotonic() > until:
                 raise RuntimeError("the bulk file has no answers")
             time.sleep(0.2)
+        return tokens
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._store.close()
+
+
+@contextmanager
+def _bulk_file(stack: DemoStack, arguments: argparse.Namespace) -> Iterator[_BulkFile]:
+    """Run `tokenmill bulk run` in a process of its own, as a user would; kill it at the end."""
+    source, limits = stack.directory / "in.jsonl", {"max_tokens": arguments.bulk_tokens}
+    with source.open("w") as file:
+        for number in range(arguments.lines):
+            body = {"model": arguments.model, "prompt": f"Number {number} is", **limits}
+            line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
+            file.write(json.dumps({**line, "body": body}) + "\n")
+    command = [sys.executable, "-m", "tokenmill.cli", "bulk", "run", str(source)]
+    command += ["-o", str(stack.directory / "out.jsonl"), "--redis-url", stack.redis_url]
+    command += ["--queue", stack.queue, "--database-url", stack.database_url]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    with Client(stack.redis_url, queue=stack.queue, database=stack.database_url) as client:
+        bulk = _BulkFile(process, client)
+        try:
+            yield bulk
+        finally:
+            bulk.close()
 
 
 def _interactive(stack: DemoStack, arguments: argparse.Namespace, count: int) -> dict[str, float]:
     """Run jobs one after the other, and return their figures."""
     first_ms = []
+    fields = {"max_tokens": arguments.tokens, "ignore_eos": True, "priority": "interactive"}
     with Client(stack.redis_url, queue=stack.queue) as client:
         for number in range(count):
             began = time.monotonic()
-            job = client.submit(
-                prompt=f"Question {number}:",
-                max_tokens=arguments.tokens,
-                ignore_eos=True,
-                priority="interactive",
-            )
-            chunks = client.stream(job, timeout=300)
-            next(chunk for chunk in chunks if chunk.token_ids)
+            job = client.submit(prompt=f"Question {number}:", **fields)
+            next(chunk for chunk in client.stream(job, timeout=300) if chunk.token_ids)
             first_ms.append((time.monotonic() - began) * 1000)
             client.result(job, timeout=300)
             time.sleep(arguments.pause)

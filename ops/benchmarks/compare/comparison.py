@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,19 +17,21 @@ from typing import Any
 
 from rich.console import Console
 
-from ops.benchmarks.compare.report import show_results, turn_line
+from ops.benchmarks.compare.report import kill_line, show_results, turn_line
 from ops.benchmarks.compare.rounds import FLOOR, Measurement
 from ops.benchmarks.measure.disturbance import CoreWatch, wait_until_quiet
 from ops.benchmarks.measure.figures import alternate
 from ops.benchmarks.measure.protocol import EngineOptions
 from ops.benchmarks.measure.workload_files import SHAPES, Workload, generate, load
 from ops.benchmarks.peers.child import Child, ChildError
-from ops.benchmarks.peers.environments import VLLM_PACKAGE, BuildError, Waiting, python_with
+from ops.benchmarks.peers.environments import BuildError, Waiting, vllm_python
 from tokenmill_worker.engines.own.model.model_files import resolve
 
 OURS = "tokenmill"
 WHOLE_WAY = "whole way"
 VLLM = "vllm"
+QUEUED_VLLM, SERVED_VLLM, CELERY = "vllm whole way", "vllm serve", "celery"
+OF_VLLM = (QUEUED_VLLM, VLLM, SERVED_VLLM, CELERY)  # not in our environment
 STATIC = "static"  # Transformers' generate on padded batches
 # Our engine with other settings, whatever `--set` says; None is the default.
 VARIANTS: dict[str, dict[str, object]] = {
@@ -40,14 +43,18 @@ VARIANTS: dict[str, dict[str, object]] = {
 _MODULES = {
     OURS: "ours",
     WHOLE_WAY: "whole_way",
+    QUEUED_VLLM: "whole_way",
+    SERVED_VLLM: "bridge",
+    CELERY: "bridge",
     **dict.fromkeys(VARIANTS, "ours"),
     "transformers": "transformers_batching",
     STATIC: "static_batching",
     VLLM: "vllm_engine",
     FLOOR: "floor",
 }
-_PACKAGES = {VLLM: VLLM_PACKAGE}  # not in our environment
-PEERS = tuple(name for name in _MODULES if name not in (OURS, WHOLE_WAY))
+PEERS = tuple(
+    name for name in _MODULES if name not in (OURS, WHOLE_WAY, QUEUED_VLLM, SERVED_VLLM, CELERY)
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +92,7 @@ def compare(
 
     `arguments.keep` receives the results so far after every turn. An interrupted or failed run
     still shows its finished rounds. `arguments.logs`, if it is there, is a folder that keeps the
-    engines' output.
+    engines' output. With `arguments.kills`, each part of a service is killed once after the rounds.
     """
     console = Console()
     record: dict[str, Any] = {"ok": False, "results": {}, "rounds": {}, "engines": {}}
@@ -124,22 +131,30 @@ def _measure(
         waiting(f"{workload.name}: {name} warms up")
         child.run(workload.first(4, 8))
 
+    def keep() -> None:
+        record["results"][workload.name] = measurement.results()
+        record["rounds"][workload.name] = measurement.rounds
+        arguments.keep({**record, "complete": False})
+
     def turn(name: str, number: int) -> dict[str, float]:
         waiting(f"{workload.name}: round {number + 1} of {arguments.rounds}, {name}")
         wait_until_quiet()
         watch = CoreWatch(children[name].pid)
         measured = children[name].run(workload)
         figures = measurement.add(name, measured, others_share=watch.others_share())
-        # kept before printed, so that the file has every printed turn
-        record["results"][workload.name] = measurement.results()
-        record["rounds"][workload.name] = measurement.rounds
-        arguments.keep({**record, "complete": False})
+        keep()  # before it is printed, so that the file has every printed turn
         line = turn_line(measurement, name, arguments.rounds)
         console.print(line, markup=False, soft_wrap=True)
         return figures
 
     try:
         alternate(measurement.names, arguments.rounds, turn)
+        for name, child in children.items():
+            for part in child.parts if getattr(arguments, "kills", False) else ():
+                waiting(f"{workload.name}: {name}, kill -9 of the {part}")
+                measurement.kills[name][part] = child.kill(part, workload)
+                keep()
+                console.print(kill_line(measurement, name, part), markup=False)
     finally:
         show_results(measurement, console)
 
@@ -172,15 +187,9 @@ def settings_of(assignments: Iterable[str]) -> dict[str, object]:
 
 
 def _options(arguments: argparse.Namespace) -> EngineOptions:
-    return EngineOptions(
-        model=arguments.model,
-        dtype=arguments.dtype,
-        threads=arguments.threads,
-        pool_tokens=arguments.pool_tokens,
-        max_batch_tokens=arguments.max_batch_tokens,
-        max_sequences=arguments.max_sequences,
-        settings=settings_of(arguments.set),
-    )
+    names = {field.name for field in dataclasses.fields(EngineOptions)} - {"settings"}
+    given = {name: getattr(arguments, name) for name in names}
+    return EngineOptions(**given, settings=settings_of(arguments.set))
 
 
 def _start(
@@ -206,9 +215,11 @@ def _start(
 def _child(name: str, options: EngineOptions, log: Path, waiting: Waiting) -> Child:
     """Start an engine's process; builds the peer's environment if it needs one of its own."""
     module, given = f"ops.benchmarks.peers.{_MODULES[name]}", options_for(name, options)
-    if package := _PACKAGES.get(name):
-        return Child(name, module, given, log, python_with(package, name, waiting))
-    return Child(name, module, given, log)
+    if name not in OF_VLLM:
+        return Child(name, module, given, log)
+    python = vllm_python(waiting)
+    given.settings["python"] = str(python)
+    return Child(name, module, given, log, python if name == VLLM else Path(sys.executable))
 
 
 def options_for(name: str, options: EngineOptions) -> EngineOptions:
@@ -216,8 +227,9 @@ def options_for(name: str, options: EngineOptions) -> EngineOptions:
 
     Peers in an environment of their own cannot resolve our model names: they get the files.
     """
-    if name == VLLM:
-        return dataclasses.replace(options, model=str(resolve(options.model)), settings={})
+    if name in OF_VLLM:
+        model = str(resolve(options.model))
+        return dataclasses.replace(options, model=model, settings={"front": name})
     settings = {**options.settings, **VARIANTS.get(name, {})}
     given = {key: value for key, value in settings.items() if value is not None}
     return dataclasses.replace(options, settings=given)

@@ -13,6 +13,8 @@ COLUMNS = {
     "ttft_p50_ms": ("first token\np50 ms", ""),
     "ratio": ("\nratio", "{:.2f}"),
     "same": ("same\ntokens", ""),
+    "lost": ("kill -9:\nlost", "{:.0f}"),
+    "repeated": ("\nrepeated", "{:.0f}"),
 }
 DETAILS = {
     "steady_tok_s": "{:,.0f} tok/s while all requests run",
@@ -31,9 +33,18 @@ def turn_line(measurement: Measurement, name: str, rounds: int) -> str:
     figures = measurement.rounds[name][-1]
     others = figures["others_share"]
     return (
-        f"{measurement.workload.name} {len(measurement.rounds[name])}/{rounds}  {name:<13}"
+        f"{measurement.workload.name} {len(measurement.rounds[name])}/{rounds}  {name:<15}"
         f"{number(figures['output_tok_s']):>7} tok/s {figures['wall_s']:8.1f} s   "
         f"others {others:.0%}{'  DISTURBED' * (others > DISTURBED_SHARE)}"
+    )
+
+
+def kill_line(measurement: Measurement, name: str, part: str) -> str:
+    """Format what readers noticed of a part's death as a line."""
+    kill = measurement.kills[name][part]
+    return (
+        f"{measurement.workload.name}, {name}, kill -9 of the {part}: {kill['lost']:.0f} tokens "
+        f"lost, {kill['repeated']:.0f} repeated, {kill['pause_s']:.1f} s without a token"
     )
 
 

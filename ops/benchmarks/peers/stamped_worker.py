@@ -2,10 +2,9 @@
 
 It notes as little as possible: what is kept for every token makes the worker slower, more through
 cold memory than through the time of writing. A noted job has NOTED_SEED as its seed, which greedy
-sampling ignores. The lines are written to a file when the engine has been idle for two frames in a
-row, because at the first idle frame the last answers are still on their way. Settings come from the
-environment, as for any worker; the arguments are the file's name, and as JSON the values of
-EngineConfig that are no settings. A line is
+sampling ignores. Settings come from the environment, as for any worker; the arguments are the
+file's name, and as JSON the values of EngineConfig that are no settings. The file is complete when
+the engine is idle. A line is
 
     <step's end> <job> <tokens so far>
 
@@ -34,11 +33,10 @@ NOTED_SEED = 4711
 class StampingHost(EngineProcess):
     """Notes into a file the tokens of selected jobs."""
 
-    def __init__(self, start: Start, file: TextIO) -> None:
-        super().__init__(start)
+    def __init__(self, start: Start, python: str, file: TextIO) -> None:
+        super().__init__(start, python=python)
         self._file = file
         self._so_far: dict[str, int] = {}  # number of tokens so far, by noted request
-        self._tokens: list[tuple[float, str, int]] = []
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         requests = tuple(requests)
@@ -46,37 +44,27 @@ class StampingHost(EngineProcess):
         super().submit(requests)
 
     async def frames(self) -> AsyncIterator[Frame]:
-        was_idle = False
         async for frame in super().frames():
+            yield frame
             for event in frame.events:
                 if event.token_ids and (request := event.request_id) in self._so_far:
-                    self._so_far[request] += len(event.token_ids)
-                    self._tokens.append((frame.ended_s, request, self._so_far[request]))
-            yield frame
-            is_idle = frame.stats is not None and not frame.stats.num_running
-            if is_idle and was_idle:
-                self._write_notes()
-            was_idle = is_idle
-
-    def _write_notes(self) -> None:
-        self._file.writelines(
-            f"{end} {request.rpartition('/')[0]} {count}\n" for end, request, count in self._tokens
-        )
-        self._file.flush()
-        self._tokens.clear()
+                    count = self._so_far[request] = self._so_far[request] + len(event.token_ids)
+                    self._file.write(f"{frame.ended_s} {request.rpartition('/')[0]} {count}\n")
+            if frame.stats is not None and not frame.stats.num_running:
+                self._file.flush()
 
 
 def main() -> int:
     settings = load_settings()
     configure_logging(settings.log_level, settings.log_format)
+    config = replace(settings.engine_config(), **json.loads(sys.argv[2]))
+    start = start_of(config, settings.cache_dir)
     with Path(sys.argv[1]).open("a", encoding="ascii", buffering=1 << 20) as file:
 
         def make_host() -> StampingHost:
-            config = replace(settings.engine_config(), **json.loads(sys.argv[2]))
-            return StampingHost(start_of(config, settings.cache_dir), file)
+            return StampingHost(start, settings.engine_python, file)
 
-        worker = Worker(settings, make_host, has_process=True)
-        return asyncio.run(worker.serve())
+        return asyncio.run(Worker(settings, make_host, has_process=True).serve())
 
 
 if __name__ == "__main__":

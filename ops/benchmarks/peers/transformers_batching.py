@@ -4,7 +4,6 @@ Runs as a child process of the benchmark. Each round has a fresh manager, so tha
 of an earlier round; creating and ending the manager is not timed.
 """
 
-import dataclasses
 import logging
 import os
 import time
@@ -36,27 +35,20 @@ class TransformersBatching(MeasuredEngine):
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
         from transformers import ContinuousBatchingConfig
 
-        names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-        settings: dict[str, Any] = {
-            "page_size"
-            if "page_size" in names
-            else "block_size": PAGE_SIZE,  # name in older releases
-            "num_blocks": self._options.pool_tokens // PAGE_SIZE,
-            "max_batch_tokens": self._options.max_batch_tokens,
-        }
-        config = ContinuousBatchingConfig(**settings)
+        config = ContinuousBatchingConfig(
+            page_size=PAGE_SIZE,
+            num_blocks=self._options.pool_tokens // PAGE_SIZE,
+            max_batch_tokens=self._options.max_batch_tokens,
+        )
         finished: dict[int, Any] = {}
         with self._model.continuous_batching_context_manager(
             continuous_batching_config=config
         ) as manager:
             self._wake(manager)
             started = time.perf_counter()
-            # Its add_requests takes one max_new_tokens for all; the order is its own, for prefix
-            # hits.
-            for index in sorted(
-                range(len(requests)), key=lambda i: requests[i].prompt, reverse=True
-            ):
-                request = requests[index]
+            # its add_requests takes one max_new_tokens for all; the order is its own
+            ordered = sorted(enumerate(requests), key=lambda each: each[1].prompt, reverse=True)
+            for index, request in ordered:
                 manager.add_request(
                     list(request.prompt),
                     request_id=str(index),
@@ -72,11 +64,11 @@ class TransformersBatching(MeasuredEngine):
         failed = [result.error for result in finished.values() if result.error]
         if failed:
             raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
-        ordered = [finished[index] for index in range(len(requests))]
+        results = [finished[index] for index in range(len(requests))]
         return Round(
             wall_s=wall_s,
-            tokens=[list(result.generated_tokens) for result in ordered],
-            first_s=[result.timestamps[0] - started for result in ordered],
+            tokens=[list(result.generated_tokens) for result in results],
+            first_s=[result.timestamps[0] - started for result in results],
         )
 
     def _wake(self, manager: Any) -> None:

@@ -1,27 +1,27 @@
-"""vLLM on the same files, stepped through its engine object, in its own environment.
+"""vLLM's AsyncLLM on the same files, a task for each request, in vLLM's own environment.
 
 Imports only the standard library and vLLM. `model` is a folder, because only our own packages can
 resolve model names; the parent does so.
 """
 
-import os
+import asyncio
 import time
+from typing import Any
 
 from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
 
+LENGTH = 2048  # of a prompt and its answer
+
 
 class Vllm(MeasuredEngine):
     def __init__(self, options: EngineOptions) -> None:
-        threads = options.threads or os.cpu_count() or 1
-        os.environ |= {
-            "VLLM_CPU_KVCACHE_SPACE": "4",
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-        }
-        from vllm import LLM, __version__  # type: ignore[import-not-found,unused-ignore]
+        from vllm import AsyncEngineArgs, __version__  # type: ignore[import-not-found,unused-ignore]
+        from vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found,unused-ignore]
 
-        self._llm = LLM(
+        self._loop, self._rounds = asyncio.Runner(), 0
+        self._loop.get_loop()  # the engine's tasks run in it
+        args = AsyncEngineArgs(
             model=options.model,
             dtype=options.dtype,
             enforce_eager=True,
@@ -29,41 +29,45 @@ class Vllm(MeasuredEngine):
             skip_tokenizer_init=True,
             max_num_seqs=options.max_sequences,
             max_num_batched_tokens=options.max_batch_tokens,
-            max_model_len=2048,
+            max_model_len=LENGTH,
             disable_log_stats=True,
         )
-        self.description = f"vLLM {__version__} CPU, eager, prefix caching on"
+        self._llm: Any = AsyncLLM.from_engine_args(args)
+        self.description = f"vLLM {__version__} CPU, AsyncLLM, eager, prefix caching on"
 
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
+        self._rounds += 1
+        return self._loop.run(self._run(requests))
+
+    async def _run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
+        # otherwise a later round finds the prompts of an earlier one
+        await self._llm.reset_prefix_cache()
+        started = time.perf_counter()
+        answers = await asyncio.gather(*map(self._answer, range(len(requests)), requests))
+        wall_s = time.perf_counter() - started
+        return Round(wall_s, [ids for ids, _ in answers], [first - started for _, first in answers])
+
+    async def _answer(self, number: int, request: WorkloadRequest) -> tuple[list[int], float]:
+        """Return the tokens of one request and the time of the first."""
         from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]
 
-        # otherwise a later round finds the prompts of an earlier one
-        self._llm.reset_prefix_cache()
-        engine = self._llm.llm_engine
-        tokens: dict[str, list[int]] = {str(index): [] for index in range(len(requests))}
-        first: dict[str, float] = {}
-        started = time.perf_counter()
-        for index, request in enumerate(requests):
-            params = SamplingParams(
-                temperature=0.0,
-                max_tokens=request.max_tokens,
-                ignore_eos=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-            )
-            engine.add_request(str(index), {"prompt_token_ids": list(request.prompt)}, params)
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            now = time.perf_counter() - started
-            for output in outputs:
-                tokens[output.request_id] += output.outputs[0].token_ids
-                first.setdefault(output.request_id, now)
-        return Round(
-            wall_s=time.perf_counter() - started,
-            tokens=list(tokens.values()),
-            first_s=[first[name] for name in tokens],
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=request.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
         )
+        prompt, ids, first = {"prompt_token_ids": list(request.prompt)}, [], 0.0
+        async for output in self._llm.generate(prompt, params, f"{self._rounds}-{number}"):
+            ids += output.outputs[0].token_ids
+            first = first or time.perf_counter()
+        return ids, first
+
+    def close(self) -> None:
+        self._llm.shutdown(timeout=2)
+        self._loop.close()
 
 
 if __name__ == "__main__":

@@ -1,163 +1,86 @@
-"""The whole service as a measured engine: Valkey, a worker and its engine, SQLite, and subscribers.
+"""Our whole service as a measured engine: Valkey, a worker and its engine, SQLite, and subscribers.
 
-Every part is a process of its own, as in production; the subscribers, one per job, share this
-process. A round is timed from the first submit to the last subscriber's end, which includes SQL's
-commit before it. Each round is a tenant of its own, so that it finds no prefix of an earlier one.
-All processes are on one machine and read one monotonic clock.
+The engine is ours, or vLLM where the option `python` names the Python of its environment. A round
+includes SQL's commit. Each round is a tenant of its own.
 """
 
 import asyncio
 import gc
 import json
-import os
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ops.benchmarks.measure.figures import Arrivals
-from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round, serve
+from ops.benchmarks.measure.protocol import EngineOptions, serve
 from ops.benchmarks.measure.workload_files import WorkloadRequest
+from ops.benchmarks.peers.service import INNER, MeasuredService, Passage, ReceivedTokens
 from ops.benchmarks.peers.stamped_worker import NOTED_SEED
 from tokenmill import AsyncClient
 from tokenmill_worker.engines import kind_for, kind_named
-from tokenmill_worker.local.child_process import GuardedProcess
-from tokenmill_worker.local.valkey_server import ValkeyServer
 from tokenmill_worker.record import migrate
-from tokenmill_worker.settings import (
-    Settings,
-    child_environment,
-    load_settings,
-)
+from tokenmill_worker.settings import child_environment, load_settings
 
 QUEUE = "bench"
-START_TIMEOUT_S = 300.0
-NOTED_ONE_IN = 8  # jobs; noting all of them would cost half a percent of the tokens
-
-Passage = dict[int, float]  # number of tokens so far → time
+VLLM_LENGTH = 2048  # of a prompt and its answer
 
 
-class ReceivedTokens:
-    """Tokens that one subscriber received, with the time of the first and the last.
-
-    For a noted job, `times` has the time at which each number of tokens was reached.
-    """
-
-    def __init__(self, job: str, is_noted: bool) -> None:
-        self.job = job
-        self.tokens: list[int] = []
-        self.first_s = self.last_s = 0.0  # monotonic
-        self.times: Passage | None = {} if is_noted else None
-
-    def take(self, tokens: Sequence[int], now: float) -> None:
-        if not self.tokens:
-            self.first_s = now
-        self.tokens += tokens
-        self.last_s = now
-        if self.times is not None:
-            self.times[len(self.tokens)] = now
-
-
-class WholeWay(MeasuredEngine):
-    """The service on one machine; its parts reach the server by a Unix socket."""
+class WholeWay(MeasuredService):
+    noted_one_in = 8  # noting all jobs would cost half a percent of the tokens
 
     def __init__(self, options: EngineOptions) -> None:
-        self._undo = ExitStack()
-        folder = Path(
-            self._undo.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-bench-"))
-        )
-        self._notes = folder / "notes"
+        super().__init__()
+        self._notes = self.folder / "notes"
         self._notes.touch()
-        socket = folder / "valkey.sock"
-        self._valkey = ValkeyServer(
-            settings={"unixsocket": str(socket)}, at_death=signal.SIGKILL
-        ).start()
-        self._undo.callback(self._valkey.stop)
-        self.url = f"unix://{socket}"
-        self.database = f"sqlite:///{folder / 'results.db'}"
-        migrate.upgrade(self.database)
-        given, known = options.engine_settings(), kind_named(kind_for(options.model)).settings
-        direct = {name: value for name, value in given.items() if name not in known}
+        url, database = f"unix://{self.socket}", f"sqlite:///{self.folder / 'results.db'}"
+        migrate.upgrade(database)
+        given, direct = settings_of(options)
+        service = {"redis_url": url, "database_url": database, "queue": QUEUE}
+        settings = load_settings(service | given)
+        # lives longer than a job, as a web backend's client does
+        self._client = self.loop.run(_connected(url, database))
+        self._undo.callback(lambda: self.loop.run(self._client.close()))
         worker = "ops.benchmarks.peers.stamped_worker"
         command = [sys.executable, "-m", worker, str(self._notes), json.dumps(direct)]
-        self._worker = GuardedProcess(
-            command,
-            at_death=signal.SIGKILL,
-            env=child_environment(self._settings({n: given[n] for n in given if n in known})),
-            output=sys.stderr.buffer,
-        )
-        self._undo.callback(self._worker.end, signal.SIGTERM)
-        self._rounds = 0
-        asyncio.run(self._wait_ready())
-        self._loop = self._undo.enter_context(asyncio.Runner())
-        # lives longer than a job, as a web backend's client does
-        self._client = self._loop.run(self._connect())
-        self._undo.callback(lambda: self._loop.run(self._client.close()))
+        self.start({"worker": command}, child_environment(settings))
+        is_vllm = settings.engine_kind == "vllm"
+        self.parts = ["worker", *list(INNER)[: 2 if is_vllm else 1]]
         gc.collect()
         gc.freeze()  # garbage collection skips the benchmark's own objects from here on
-        self.description = "Valkey (append-only), worker, SQLite (WAL), a subscriber per job"
+        engine = "vLLM" if is_vllm else "our engine"
+        self.description = f"Valkey (append-only), worker, {engine}, SQLite, a subscriber per job"
 
-    def _settings(self, engine: Mapping[str, Any]) -> Settings:
-        service = {"redis_url": self.url, "database_url": self.database, "queue": QUEUE}
-        return load_settings(service | dict(engine))
+    async def is_ready(self) -> bool:
+        return any(status.model for status in await self._client.workers())
 
-    async def _connect(self) -> AsyncClient:
-        return AsyncClient(self.url, queue=QUEUE, database=self.database)
-
-    async def _wait_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        async with AsyncClient(self.url, queue=QUEUE) as client:
-            while not any(status.model for status in await client.workers()):
-                if not self._worker.is_alive or time.monotonic() > deadline:
-                    raise RuntimeError("the worker did not get ready")
-                await asyncio.sleep(0.1)
-
-    def close(self) -> None:
-        self._undo.close()
-
-    def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
-        self._rounds += 1
-        return self._loop.run(self._run(requests, f"round-{self._rounds}"))
-
-    async def _run(self, requests: tuple[WorkloadRequest, ...], tenant: str) -> Round:
-        offset = self._notes.stat().st_size
-        client = self._client
-        cpu_before, started = self._cpu(), time.monotonic()
-        jobs = await client.submit_many(
+    async def serve(
+        self, requests: Sequence[WorkloadRequest], received: Sequence[ReceivedTokens], tenant: str
+    ) -> None:
+        self._offset = self._notes.stat().st_size
+        jobs = await self._client.submit_many(
             {
                 "prompt_ids": request.prompt,
                 "max_tokens": request.max_tokens,
                 "temperature": 0.0,
                 "ignore_eos": True,
                 "tenant": tenant,
-                "seed": None if index % NOTED_ONE_IN else NOTED_SEED,
+                "seed": None if each.times is None else NOTED_SEED,
             }
-            for index, request in enumerate(requests)
+            for request, each in zip(requests, received, strict=True)
         )
-        arrivals = Arrivals()
-        received = await asyncio.gather(
-            *(
-                _subscribe(client, ReceivedTokens(str(job), index % NOTED_ONE_IN == 0), arrivals)
-                for index, job in enumerate(jobs)
-            )
-        )
-        wall_s = time.monotonic() - started
-        first_s, last_s = zip(*((each.first_s, each.last_s) for each in received), strict=True)
-        cpu_s = {part: seconds - cpu_before[part] for part, seconds in self._cpu().items()}
-        return Round(
-            wall_s=wall_s,
-            tokens=[each.tokens for each in received],
-            first_s=[first - started for first in first_s],
-            steady_tok_s=arrivals.steady_rate(first_s, last_s),
-            latency_s=self._latencies(offset, received),
-            cpu_s=cpu_s,
-        )
+        for job, each in zip(jobs, received, strict=True):
+            each.job = str(job)
+        await asyncio.gather(*map(self._subscribe, received))
 
-    def _latencies(self, offset: int, received: list[ReceivedTokens]) -> list[float]:
+    async def _subscribe(self, received: ReceivedTokens) -> None:
+        async for chunk in self._client.stream(received.job):
+            if chunk.token_ids:
+                received.take(chunk.index, chunk.token_ids)
+            if chunk.error is not None:
+                raise RuntimeError(f"a job failed: {chunk.error.message}")
+
+    def latencies(self, received: Sequence[ReceivedTokens]) -> list[float]:
         """Return the seconds of each noted chunk, from its step's end to its subscriber.
 
         Waits for the worker's notes, which it writes a moment after the last chunk.
@@ -165,26 +88,36 @@ class WholeWay(MeasuredEngine):
         noted = {each.job: each.times for each in received if each.times is not None}
         deadline = time.monotonic() + 10.0
         while True:
-            step_ends = read_notes(self._notes, offset)
+            step_ends = read_notes(self._notes, self._offset)
             if all(max(times) in step_ends.get(job, ()) for job, times in noted.items()):
                 return latencies(step_ends, noted)
             if time.monotonic() > deadline:
                 raise RuntimeError("the worker's notes are not complete")
             time.sleep(0.05)
 
-    def _cpu(self) -> dict[str, float]:
-        """Return each process's CPU seconds so far; the worker's exclude its engine's."""
-        pids = {
-            "worker": self._worker.process.pid,
-            "server": self._valkey.pid,
-            "subscribers": os.getpid(),
-        }
-        return {part: cpu_seconds(pid) for part, pid in pids.items()}
+
+def settings_of(options: EngineOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of a worker, and the values of EngineConfig that are no settings."""
+    if python := options.settings.get("python"):
+        return {
+            "engine": "vllm",
+            "engine_python": python,
+            "engine_arg": "enforce-eager=true",
+            "model": options.model,
+            "dtype": options.dtype,
+            "max_model_len": VLLM_LENGTH,
+            "max_num_seqs": options.max_sequences,
+            "max_num_batched_tokens": options.max_batch_tokens,
+        }, {}
+    given, known = options.engine_settings(), kind_named(kind_for(options.model)).settings
+    return (
+        {name: value for name, value in given.items() if name in known},
+        {name: value for name, value in given.items() if name not in known},
+    )
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process and all its threads, ended ones included, in seconds."""
-    return time.clock_gettime(~pid << 3 | 2)  # its CPU clock, as clock_getcpuclockid(3) builds it
+async def _connected(url: str, database: str) -> AsyncClient:
+    return AsyncClient(url, queue=QUEUE, database=database)
 
 
 def read_notes(path: Path, offset: int) -> dict[str, Passage]:
@@ -211,19 +144,6 @@ def latencies(step_ends: Mapping[str, Passage], received: Mapping[str, Passage])
         for count, when in passage.items()
         if count in step_ends.get(job, ())
     ]
-
-
-async def _subscribe(
-    client: AsyncClient, received: ReceivedTokens, arrivals: Arrivals
-) -> ReceivedTokens:
-    async for chunk in client.stream(received.job):
-        if chunk.token_ids:
-            now = time.monotonic()
-            received.take(chunk.token_ids, now)
-            arrivals.add(now, len(chunk.token_ids))
-        if chunk.error is not None:
-            raise RuntimeError(f"a job failed: {chunk.error.message}")
-    return received
 
 
 if __name__ == "__main__":

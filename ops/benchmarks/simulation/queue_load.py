@@ -1,10 +1,9 @@
 """Counts how busy one queue server is under many workers, and how many it carries at most.
 
-The costs of the scripts were measured once; `ops/bench service` shows the server's CPU time a token
-today. The device is that of the cost model. Two states are counted. An unhurried server gets a call
-for each step and each job. A full one gets calls as large as the product makes them: tokens that
-wait share chunks, and jobs are claimed and finished in groups. Waiting times are not counted, so a
-server carries somewhat fewer workers.
+The costs of the scripts were measured once. An unhurried server gets a call for each step and each
+job. A full one gets calls as large as the product makes them: tokens that wait share chunks, and
+jobs are claimed and finished in groups. Waiting times are not counted, so a server carries somewhat
+fewer workers.
 """
 
 import random
@@ -26,8 +25,7 @@ class ScriptCosts:
     """Seconds of the server's main thread per call and per item of a call.
 
     Measured on two cores of a Xeon with AMX (lscpu: model 167 of family 6), Valkey 9.1.2,
-    append-only file on: the least of 45 rounds within a quarter of an hour on a machine that was
-    not idle. They include reading commands, sending messages and writing the log to disk.
+    append-only file on: the least of 45 rounds, with reading, sending and writing the log to disk.
 
     Args:
         chunk: per chunk of one token, while the worker's ownership version is valid.

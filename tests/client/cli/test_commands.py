@@ -102,9 +102,12 @@ def test_worker_commands_are_left_out_silently_if_their_packages_are_missing(
     done = shell("worker")
     assert done.exit_code == 1
     assert (
-        "`tokenmill worker` needs the worker: pip install '.[worker]' in tokenmill's folder"
+        "`tokenmill worker` needs the worker: pip install '.[worker,engine]' in tokenmill's folder"
         in done.stderr
     )
+    done = shell("keys")
+    words = "`tokenmill keys` needs the gateway: pip install '.[gateway]' in tokenmill's folder"
+    assert (done.exit_code, words in done.stderr) == (1, True)
 
 
 def test_an_unknown_job_does_not_stop_the_cancel_of_the_others(

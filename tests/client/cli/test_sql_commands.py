@@ -178,19 +178,19 @@ def test_a_downgrade_is_confirmed_and_prints_what_it_did(database: str) -> None:
     refused = run(database, "db", "downgrade", "base")
     assert (refused.exit_code, "--yes" in refused.stderr) == (1, True)
     assert "up to date" in run(database, "db", "status").stdout
-    assert "0005 → 0004" in run(database, "db", "downgrade", "0004", "--yes").stdout
+    assert "0008 → 0004" in run(database, "db", "downgrade", "0004", "--yes").stdout
     assert "nothing to take back" in run(database, "db", "downgrade", "0004", "--yes").stdout
     assert "0004 → no tables" in run(database, "db", "downgrade", "base", "--yes").stdout
     assert run(database, "db", "status").exit_code == 1
     assert "nothing to take back" in run(database, "db", "downgrade", "0004", "--yes").stdout
-    assert "new → 0005" in run(database, "db", "upgrade").stdout
+    assert "new → 0008" in run(database, "db", "upgrade").stdout
 
 
 def test_an_unknown_revision_is_refused(database: str) -> None:
-    unknown = run(database, "db", "downgrade", "0007", "--yes")
+    unknown = run(database, "db", "downgrade", "0009", "--yes")
     assert (unknown.exit_code, unknown.stderr) == (
         1,
-        "Error: there is no revision 0007, only base, 0004, 0005\n",
+        "Error: there is no revision 0009, only base, 0004, 0005, 0006, 0007, 0008\n",
     )
     engine = open_engine(database)
     with engine.begin() as connection:

@@ -172,13 +172,18 @@ def body_of(job: JobResult) -> dict[str, Any]:
 
 def test_an_answer_is_read_by_openai_s_response_type() -> None:
     received = TheirResponse.model_validate(body_of(answer()), strict=True)
-    thoughts, message, call = received.output
+    thoughts, message, call, cut = received.output
     assert isinstance(thoughts, ResponseReasoningItem)
     assert isinstance(message, ResponseOutputMessage)
     assert isinstance(call, ResponseFunctionToolCall)
+    assert isinstance(cut, ResponseFunctionToolCall)
     assert thoughts.content is not None
     assert (thoughts.content[0].text, received.output_text) == ("Hm", "☁")
     assert (call.call_id, call.name, call.arguments) == ("c1", "f", '{"n": 1}')
+    assert [item["status"] for item in body_of(answer())["output"]] == [
+        *["completed"] * 3,
+        "incomplete",
+    ]
     assert (received.status, received.model) == ("incomplete", "m")
     assert received.incomplete_details is not None
     assert received.incomplete_details.reason == "max_output_tokens"

@@ -1,89 +1,105 @@
-"""The kinds of engines, each as the command line of a process and its first frame.
+"""The engines that the suite tries, each as the command line of a process and its first frame.
 
-vLLM has an environment of its own: its tests run where the variable VLLM_PYTHON names its Python,
-or where `ops/bench` has built one.
+`--engine` and `--engine-command` name another one in their place.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from tests.engines.conformance.driver import EngineUnderTest
+from tests.support import tiny_llama
+from tests.support.vllm import ARGUMENTS, VLLM, needs_vllm, with_vllm
 from tokenmill_worker.contract.messages import Ready, Start
 from tokenmill_worker.engines.own.model.model_files import resolve
 from tokenmill_worker.engines.process.host import CHILD_MODULE
 
-ROOT = Path(__file__).parents[3]
-VLLM = Path(os.environ.get("VLLM_PYTHON", ROOT / ".cache/peers/vllm/bin/python"))  # noqa: TID251
 MODEL = "smollm2-135m-instruct"
+EXAMPLE = "ops.examples.engine"
 LENGTH, PLACES = 1_024, 4
+SETTINGS = {"max_model_len": LENGTH, "max_num_seqs": PLACES}  # of every engine
 
-needs_vllm = pytest.mark.skipif(not VLLM.exists(), reason=f"there is no {VLLM}")
-KINDS = [
+LONG_START = pytest.mark.timeout(1_200)
+KINDS: list[Any] = [
     "own",
     "synthetic",
-    pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.timeout(1_200), needs_vllm]),
+    pytest.param("vllm", marks=[pytest.mark.slow, LONG_START, needs_vllm]),
 ]
 
 
-def start_of_kind(kind: str) -> Start:
-    common: dict[str, Any] = {"max_model_len": LENGTH, "max_num_seqs": PLACES}
-    if kind == "synthetic":
-        return Start(
-            engine=kind,
-            settings={
-                "model": f"synthetic?length={LENGTH}&step_ms=2",
-                "policy": "priority",
-                **common,
-            },
-        )
-    settings = {"model": str(resolve(MODEL)), "dtype": "float32", **common}
-    if kind == "vllm":
-        return Start(
-            engine=kind,
-            settings={**settings, "engine_arg": "enforce-eager=true gpu-memory-utilization=0.15"},
-        )
-    return Start(engine=kind, settings={**settings, "num_blocks": 512, "policy": "priority"})
+@dataclass(frozen=True)
+class EngineToTry:
+    """An engine's process and its first frame."""
+
+    command: list[str]  # without the number of its socket
+    start: Start
+    environment: dict[str, str] | None = None
+
+    def open(self, start: Start | None = None) -> EngineUnderTest:
+        """Start the process; it has still to load."""
+        return EngineUnderTest(self.command, start or self.start, self.environment)
 
 
-def opened(kind: str, start: Start | bytes | None = None) -> EngineUnderTest:
-    """Start the process of a kind; it has still to load."""
-    python, environment = sys.executable, None
-    if kind == "vllm":
-        python = str(VLLM)
-        folders = [ROOT / "worker", ROOT / "schemas", *_plugin()]
-        environment = {**os.environ, "PYTHONPATH": ":".join(map(str, folders))}  # noqa: TID251
-    return EngineUnderTest([python, "-m", CHILD_MODULE], start or start_of_kind(kind), environment)
-
-
-def _plugin() -> list[Path]:
-    """Return a folder that names the plugin to vLLM, as an installed tokenmill does."""
-    folder = ROOT / ".cache" / "vllm-plugin"
-    info = folder / "tokenmill_plugin-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tokenmill-plugin\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\ntokenmill = tokenmill_worker.engines.vllm.plugin:install\n"
-    )
-    return [folder]
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give each test the kinds that it is for: the example is for the first part of the suite."""
+    if "kind" not in metafunc.fixturenames:
+        return
+    option, kinds = metafunc.config.getoption, KINDS
+    if given := option("--engine") or option("--engine-command"):
+        kinds = [pytest.param(given, marks=LONG_START)]
+    elif metafunc.module.__name__.endswith(("test_process", "test_requests")):
+        kinds = [*KINDS, EXAMPLE]
+    elif "model" in metafunc.fixturenames:
+        kinds = [kind for kind in KINDS if kind != "synthetic"]
+    metafunc.parametrize("kind", kinds, scope="module")
 
 
 @pytest.fixture(scope="module")
-def loaded(kind: str) -> Iterator[tuple[EngineUnderTest, Ready]]:
+def engine_to_try(
+    kind: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> EngineToTry:
+    option = request.config.getoption
+    if option("--engine") or option("--engine-command"):
+        settings = SETTINGS | json.loads(option("--engine-settings"))
+        command = shlex.split(option("--engine-command")) or [sys.executable, "-m", CHILD_MODULE]
+        return EngineToTry(command, Start(engine=option("--engine"), settings=settings))
+    if kind == "vllm":
+        command = [str(VLLM), "-m", CHILD_MODULE]
+        return EngineToTry(command, start_of_kind(kind), with_vllm(os.environ))  # noqa: TID251
+    start = start_of_kind(kind)
+    if kind == "own" and request.module.__name__.endswith("test_process"):
+        # These tests start it again and again, and look at no token.
+        start.settings["model"] = str(tiny_llama.save(tmp_path_factory.mktemp("tiny")))
+    return EngineToTry([sys.executable, "-m", CHILD_MODULE], start)
+
+
+def start_of_kind(kind: str) -> Start:
+    kinds: dict[str, dict[str, Any]] = {
+        "own": {"dtype": "float32", "num_blocks": 512, "policy": "priority"},
+        "synthetic": {"model": f"synthetic?length={LENGTH}&step_ms=2", "policy": "priority"},
+        "vllm": {
+            "dtype": "float32",
+            "engine_arg": ARGUMENTS,
+        },
+        EXAMPLE: {"model": "alphabet"},
+    }
+    settings = kinds[kind]
+    model = {} if "model" in settings else {"model": str(resolve(MODEL))}
+    return Start(engine=kind, settings=SETTINGS | settings | model)
+
+
+@pytest.fixture(scope="module")
+def loaded(engine_to_try: EngineToTry) -> Iterator[tuple[EngineUnderTest, Ready]]:
     """One engine of the kind for all tests of a module."""
-    engine = opened(kind)
+    engine = engine_to_try.open()
     try:
         yield engine, engine.ready()
     finally:
@@ -96,10 +112,8 @@ def engine(loaded: tuple[EngineUnderTest, Ready]) -> EngineUnderTest:
 
 
 @pytest.fixture
-def model(engine: EngineUnderTest, kind: str) -> EngineUnderTest:
+def model(engine: EngineUnderTest) -> EngineUnderTest:
     """An engine whose tokens follow from a model's distribution."""
-    if kind == "synthetic":
-        pytest.skip("the synthetic engine's tokens follow from no distribution")
     return engine
 
 

@@ -6,6 +6,7 @@ It knows the contract and no engine, so that it can try any command line.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -13,10 +14,11 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
-from tokenmill_schemas.generation import FinishReason, TokenLogprob
+from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogprob
 from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.contract.messages import (
     Command,
@@ -28,7 +30,23 @@ from tokenmill_worker.contract.messages import (
     Submit,
     read_report,
 )
-from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.contract.requests import GenerationRequest, Prompt
+
+PROMPT = tuple(range(100, 140))
+_numbers = itertools.count()
+_REQUEST = set(GenerationRequest.__struct_fields__)
+
+
+def request(prompt: tuple[int, ...] = PROMPT, **fields: Any) -> GenerationRequest:
+    """A greedy request of eight tokens; fields are those of the request or of its parameters."""
+    own = {name: fields.pop(name) for name in list(fields) if name in _REQUEST}
+    params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **fields}
+    return GenerationRequest(
+        request_id=f"r{next(_numbers)}",
+        prompt=Prompt(prompt),
+        params=SamplingParams(**params),
+        **own,
+    )
 
 
 @dataclass(slots=True)
@@ -64,6 +82,7 @@ class EngineUnderTest:
     ) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)  # full after some frames
             self.process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -144,8 +163,10 @@ class EngineUnderTest:
         return [[self.answers[key] for key in of if key in self.answers] for of in keys]
 
     def stop(self, timeout_s: float = 30) -> int:
-        """Send Stop and return the exit status."""
+        """Send Stop, read what is still reported, and return the exit status."""
         self.send(Stop())
+        with contextlib.suppress(EOFError):
+            self.until(lambda: False, timeout_s)
         return self.process.wait(timeout_s)
 
     def leave(self) -> None:
@@ -167,3 +188,8 @@ class EngineUnderTest:
         data = bytes(self._buffer[:count])
         del self._buffer[:count]
         return data
+
+
+def one(engine: EngineUnderTest, **fields: Any) -> ReportedChoice:
+    (answer,) = engine.answer(request(**fields))
+    return answer

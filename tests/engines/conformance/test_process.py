@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.engines.conformance.conftest import KINDS, opened, start_of_kind
-from tests.engines.conformance.driver import EngineUnderTest
+from tests.engines.conformance.conftest import EngineToTry
+from tests.engines.conformance.driver import EngineUnderTest, request
 from tokenmill_worker.contract.messages import EngineFailed
 
 
-@pytest.fixture(params=KINDS)
-def started(request: pytest.FixtureRequest) -> Iterator[EngineUnderTest]:
-    engine = opened(request.param)
+@pytest.fixture
+def started(engine_to_try: EngineToTry) -> Iterator[EngineUnderTest]:
+    engine = engine_to_try.open()
     yield engine
     engine.kill()
 
@@ -44,27 +44,29 @@ def wait_for_no_process(group: int, timeout_s: float = 20) -> None:
 
 def test_a_stop_ends_the_process_with_status_0(started: EngineUnderTest) -> None:
     started.ready()
+    started.submit(request(max_tokens=900))
     assert started.stop() == 0
     wait_for_no_process(started.process.pid)
 
 
 def test_no_process_is_left_when_the_worker_is_gone(started: EngineUnderTest) -> None:
     started.ready()
+    started.submit(request(max_tokens=900))
     assert group_of(started.process.pid)
     started.leave()
     started.process.wait(20)
     wait_for_no_process(started.process.pid)
 
 
-@pytest.mark.parametrize("kind", ["own", "synthetic"])
-def test_a_start_of_another_version_is_refused_in_one_sentence(kind: str) -> None:
-    start = msgspec.structs.replace(start_of_kind(kind), version="9.9.9")
-    engine = opened(kind, start)
+def test_a_start_of_another_version_is_refused_in_one_sentence(engine_to_try: EngineToTry) -> None:
+    start = msgspec.structs.replace(engine_to_try.start, version="9.9.9")
+    engine = engine_to_try.open(start)
     try:
         report = engine.report()
         assert isinstance(report, EngineFailed)
         assert report.at_start
-        assert "the worker is tokenmill 9.9.9: install 9.9.9 there" in report.message
+        assert "the worker is tokenmill 9.9.9: " in report.message
+        assert "-m pip install . in the folder of tokenmill 9.9.9" in report.message
         assert engine.process.wait(20) == 4
     finally:
         engine.kill()

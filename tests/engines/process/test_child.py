@@ -1,8 +1,22 @@
-"""Tests of what the engine process sets before it loads torch."""
+"""Tests of the engine process before it loads an engine."""
+
+import os
+import socket
+import sys
+from pathlib import Path
 
 import pytest
 
-from tokenmill_worker.engines.process.child import set_allocator
+from tests.engines.conformance.driver import EngineUnderTest
+from tokenmill_worker.contract.messages import (
+    MAX_FRAME_BYTES,
+    EngineFailed,
+    FrameError,
+    LoadProgress,
+    Start,
+)
+from tokenmill_worker.engines.process.child import _receive, set_allocator
+from tokenmill_worker.engines.process.host import CHILD_MODULE
 
 
 def test_the_allocator_is_set_to_expandable_segments() -> None:
@@ -16,3 +30,48 @@ def test_an_allocator_variable_that_is_set_is_kept(name: str) -> None:
     environment = {name: "max_split_size_mb:64"}
     set_allocator(environment)
     assert environment == {name: "max_split_size_mb:64"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sglang", "engine must be own, synthetic, vllm or a package as"),
+        ("no.such.engine", "engine must be own, synthetic, vllm or a package as"),
+        ("half.engine", "the engine half.engine cannot be imported: No module named 'no'"),
+        ("broken.engine", "the engine broken.engine cannot be imported: KeyError: 'LICENCE'"),
+        ("misread.engine", "engine must be own, synthetic, vllm or a package as"),
+    ],
+)
+def test_an_engine_that_cannot_be_imported_is_reported_in_one_sentence(
+    name: str, words: str, tmp_path: Path
+) -> None:
+    sources = {"half": "import no\n", "broken": "{}['LICENCE']\n", "misread": ""}
+    for folder, source in sources.items():
+        package = tmp_path / folder / "engine"
+        package.mkdir(parents=True)
+        config = "from ops.examples.engine.config import KIND\n" if source else "KIND =\n"
+        (package / "config.py").write_text(config)
+        (package / "serve.py").write_text(source)
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}  # noqa: TID251 - the process's
+    command = [sys.executable, "-m", CHILD_MODULE]
+    engine = EngineUnderTest(command, Start(engine=name, settings={}), environment)
+    try:
+        assert engine.report() == LoadProgress("importing the engine", 0.0)
+        report = engine.report()
+        assert isinstance(report, EngineFailed)
+        assert report.at_start
+        assert report.message.startswith(words)
+        assert "\n" not in report.message
+        assert engine.process.wait(20) == 1
+    finally:
+        engine.kill()
+
+
+def test_a_frame_that_is_longer_than_any_command_is_not_received() -> None:
+    """Its length alone would take up to 4 GiB of memory."""
+    worker, engine = socket.socketpair()
+    with worker, engine:
+        worker.sendall((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
+        with pytest.raises(FrameError, match="a frame of 268435457 bytes is announced"):
+            _receive(engine)

@@ -2,25 +2,32 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.engine_thread import EngineThread
+from tests.support.waiting import until
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.builders import start_of
 from tokenmill_worker.contract.host import EngineDied
+from tokenmill_worker.contract.messages import Frame, Mailbox, Report, Start
 from tokenmill_worker.contract.requests import GenerationRequest, Prompt
 from tokenmill_worker.engines.own.engine import Engine
 from tokenmill_worker.engines.own.plan import StepOutput, StepPlan
 from tokenmill_worker.engines.own.serve import serve_loaded
+from tokenmill_worker.engines.own.serve.loop import EngineLoop
 from tokenmill_worker.engines.process.child import PARENT_GONE
+from tokenmill_worker.engines.process.death import members_of
 from tokenmill_worker.engines.process.host import EngineProcess
 from tokenmill_worker.engines.synthetic.config import SyntheticConfig
 from tokenmill_worker.engines.synthetic.runner import SyntheticRunner
@@ -102,12 +109,49 @@ async def test_a_hanging_engine_process_is_reported_and_can_be_killed() -> None:
     await anext(frames)
     os.kill(host.pid, signal.SIGSTOP)
     async with asyncio.timeout(60):
-        with pytest.raises(EngineDied, match="hangs: no report for") as death:
+        with pytest.raises(EngineDied, match="hangs: no step for") as death:
             _ = [frame async for frame in frames]
     assert not death.value.any_step
     assert is_alive(host.pid)
     await host.kill()
     assert not is_alive(host.pid)
+
+
+async def test_an_engine_process_without_memory_for_a_command_ends(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Its loop would report on as an idle one's, and the command's requests never end."""
+    host = EngineProcess(START)
+    await host.start()
+    engine = psutil.Process(host.pid)
+    engine.rlimit(psutil.RLIMIT_AS, (engine.memory_info().vms + (16 << 20), -1))
+    host.submit(
+        [GenerationRequest(request_id="a", prompt=Prompt((1,)), cache_salt="x" * (64 << 20))]
+    )
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineDied, match="ended by SIGKILL"):
+            _ = [frame async for frame in host.frames()]
+    await host.kill()
+    assert "it cannot receive a command" in capfd.readouterr().err
+
+
+async def test_frames_without_a_step_do_not_hide_a_hanging_engine() -> None:
+    """An engine whose steps hang may still answer a cancel beside other requests."""
+    loaded = Engine.around(SyntheticRunner.load(CONFIG))
+    is_over = threading.Event()
+
+    def serve(mailbox: Mailbox, emit: Callable[[Report], None]) -> None:
+        emit(EngineLoop(loaded, mailbox, emit)._ready())
+        while not is_over.wait(0.05):
+            emit(Frame(events=(), capacity=loaded.capacity()))
+
+    host = EngineThread(serve, stall_s=0.5)
+    await host.start()
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineDied, match="hangs"):
+            _ = [frame async for frame in host.frames()]
+    is_over.set()
+    await host.kill()
 
 
 async def test_an_idle_engine_process_is_not_taken_for_hanging() -> None:
@@ -205,12 +249,87 @@ async def test_an_engine_python_that_cannot_be_run_is_named(python: str) -> None
     await host.kill()
 
 
+async def test_an_engine_without_a_python_of_its_own_is_tried_by_the_worker_s() -> None:
+    host = EngineProcess(Start(engine="vllm", settings={"model": "/models/any"}))
+    words = f"the engine vllm needs vllm: {sys.executable} -m pip install vllm, or name another"
+    with pytest.raises(EngineDied, match=re.escape(words)) as death:
+        await host.start()
+    assert (death.value.at_start, death.value.may_pass) == (True, False)
+    await host.kill()
+    assert not is_alive(host.pid)
+
+
 async def test_an_engine_python_without_tokenmill_is_named_with_the_repair(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # no installed packages
     python.chmod(0o755)
     host = EngineProcess(START, python=str(python))
-    with pytest.raises(EngineDied, match=r"python -m pip install tokenmill") as death:
+    with pytest.raises(EngineDied, match=r"python -m pip install \. in the folder") as death:
         await host.start()
     assert (death.value.at_start, death.value.may_pass) == (True, False)
     await host.kill()
+
+
+async def test_an_engine_that_ends_silently_while_it_loads_is_named_with_its_status(
+    tmp_path: Path,
+) -> None:
+    package = tmp_path / "mute" / "engine"
+    package.mkdir(parents=True)
+    (package / "config.py").write_text("from ops.examples.engine.config import KIND\n")
+    (package / "serve.py").write_text("def serve(start, mailbox, emit):\n    return 1\n")
+    python = tmp_path / "python"
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={paths} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    host = EngineProcess(Start(engine="mute.engine", settings={}), python=str(python))
+    with pytest.raises(EngineDied, match="ended with status 1 before it was ready") as death:
+        await host.start()
+    assert (death.value.at_start, death.value.may_pass) == (True, True)
+    await host.kill()
+
+
+# an engine that shares memory with a process of its own, as vLLM does, and never becomes ready
+SHARES_MEMORY = """#!{python}
+import pathlib, signal
+from multiprocessing.shared_memory import SharedMemory
+block = SharedMemory(create=True, size=64)
+pathlib.Path({told!r}).write_text(block.name)
+{then}
+"""
+
+
+def sharing(folder: Path, then: str = "signal.pause()") -> tuple[Path, Path]:
+    """Return such an engine, and the file in which it names the memory."""
+    script, told = folder / "python", folder / "name"
+    script.write_text(SHARES_MEMORY.format(python=sys.executable, told=str(told), then=then))
+    script.chmod(0o755)
+    return script, told
+
+
+@pytest.mark.parametrize("who", ["the host", "another process"])
+async def test_no_shared_memory_is_left_of_an_engine_that_is_killed(
+    tmp_path: Path, who: str
+) -> None:
+    script, told = sharing(tmp_path)
+    host = EngineProcess(START, python=str(script))
+    starting = asyncio.create_task(host.start())
+    await until(lambda: told.exists() and bool(told.read_text()))
+    memory = Path("/dev/shm") / told.read_text()
+    assert memory.exists()
+    assert host.pid is not None
+    if who == "another process":
+        os.kill(host.pid, signal.SIGKILL)
+    await host.kill()
+    assert not memory.exists()
+    with pytest.raises(EngineDied):
+        await starting
+    assert members_of(host.pid) == []
+
+
+def test_no_shared_memory_is_left_of_an_engine_whose_worker_is_gone(tmp_path: Path) -> None:
+    script, told = sharing(
+        tmp_path, "from tokenmill_worker.engines.process import child; child._end_group()"
+    )
+    engine = subprocess.Popen([str(script)], start_new_session=True)
+    assert engine.wait(60) == -signal.SIGKILL
+    assert not (Path("/dev/shm") / told.read_text()).exists()

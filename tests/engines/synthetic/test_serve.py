@@ -1,5 +1,6 @@
 """The synthetic engine served to a worker: what it reports, and how impossible settings end it."""
 
+import gc
 import threading
 
 import msgspec
@@ -60,3 +61,12 @@ def test_an_option_that_the_model_does_not_have_ends_the_start_with_one_sentence
     assert "model option speed=9: known are step_ms, token_us, length, mean_tokens" in (
         report.message
     )
+
+
+def test_an_engine_in_a_thread_leaves_no_object_to_the_process_for_ever():
+    """A process that serves one engine after the other, as of tests, keeps none that has ended."""
+    frozen = gc.get_freeze_count()
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    request = GenerationRequest(request_id="a", prompt=Prompt((65,)), params=params)
+    reports_of(start_of(SyntheticConfig(model="synthetic", num_blocks=64)), Submit((request,)))
+    assert gc.get_freeze_count() <= frozen

@@ -40,31 +40,40 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def words_of_limits(self) -> list[str]:
         return [f"{name} {least:g} to {most:g}" for name, (least, most) in self.limits.items()]
 
+    def lacking(self) -> set[str]:
+        """Return what no request may ask for, by the names that a job has for it."""
+        abilities = {
+            **{f"response_format.{kind}": kind in self.structured for kind in STRUCTURED},
+            "tools": self.tool_grammars,
+            "thinking_budget": self.thinking_budget,
+            "continuations": self.scores,
+            "prompt_logprobs": self.prompt_logprobs,
+            "echo with log-probabilities": self.prompt_logprobs,
+            "lora": self.adapters,
+            **dict.fromkeys(self.unavailable, False),
+        }
+        return {name for name, is_there in abilities.items() if not is_there}
+
     def problems(
         self, params: SamplingParams, *, calls_tools: bool = False, scores: bool = False
     ) -> list[str]:
         """Return one sentence for each thing that a request asks for and the engine lacks."""
-        lacking = [
-            f"response_format.{kind}"
-            for kind in _kinds_of(params.response_format)
-            if kind not in self.structured
-        ]
+        neutral, lacking = SamplingParams(), self.lacking()
         asked = {
-            "tools": calls_tools and not self.tool_grammars,
-            "thinking_budget": params.thinking_budget is not None and not self.thinking_budget,
-            "continuations": scores and not self.scores,
-            "prompt_logprobs": params.prompt_logprobs is not None and not self.prompt_logprobs,
-            "echo with log-probabilities": (
-                params.echo and params.wants_logprobs and not self.prompt_logprobs
-            ),
-            "lora": bool(params.lora) and not self.adapters,
+            **{f"response_format.{kind}": True for kind in _kinds_of(params.response_format)},
+            "tools": calls_tools,
+            "thinking_budget": params.thinking_budget is not None,
+            "continuations": scores,
+            "prompt_logprobs": params.prompt_logprobs is not None,
+            "echo with log-probabilities": params.echo and params.wants_logprobs,
+            "lora": bool(params.lora),
+            **{name: getattr(params, name) != getattr(neutral, name) for name in self.unavailable},
         }
-        lacking += [name for name, is_lacking in asked.items() if is_lacking]
-        neutral = SamplingParams()
-        lacking += [
-            name for name in self.unavailable if getattr(params, name) != getattr(neutral, name)
+        found = [
+            f"{name} is not available on the engine of this queue"
+            for name, is_asked in asked.items()
+            if is_asked and name in lacking
         ]
-        found = [f"{name} is not available on the engine of this queue" for name in lacking]
         for name, (least, most) in self.limits.items():
             value = getattr(params, name)
             if isinstance(value, int | float) and not least <= value <= most:

@@ -31,6 +31,11 @@ class EngineDied(RuntimeError):
         self.may_pass = may_pass
         self.any_step = any_step
 
+    @property
+    def is_refusal(self) -> bool:
+        """Return whether the engine has refused its settings, or lacks what they name."""
+        return self.at_start and not self.may_pass
+
 
 class EngineHost(Protocol):
     """An engine that runs in another process or thread."""

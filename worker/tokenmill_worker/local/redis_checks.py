@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 from redis.exceptions import AuthenticationError, NoPermissionError
 
 from tokenmill import Client
-from tokenmill.base import translate
 from tokenmill.cli.output import count
 from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect, connect_async
+from tokenmill.transport.refusals import translate
 from tokenmill.transport.server_clock import MAX_SKEW_S
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.local.findings import Finding

@@ -12,9 +12,9 @@ from typing import Any, Final, cast
 
 from redis.exceptions import ResponseError
 
-from tokenmill.base import translate
 from tokenmill.errors import ConfigurationError
 from tokenmill.transport.connect import SERVER_TROUBLE
+from tokenmill.transport.refusals import translate
 from tokenmill.transport.scripts import COMMON, Argument, Script, load_script
 from tokenmill_schemas.codec import DecodeError, decode_status, encode
 from tokenmill_worker.errors import RedisUnavailable

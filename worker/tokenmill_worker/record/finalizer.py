@@ -309,4 +309,5 @@ def _of_choice(choice: ChoiceResult) -> int:
 def _of_request(request: JobRequest) -> int:
     texts = sum(message.num_chars for message in request.messages or ())
     texts += sum(len(text) for document in request.documents for text in document.values())
+    texts += len(request.envelope)
     return len(request.prompt or "") + texts + _TOKEN * len(request.prompt_ids or ())

@@ -11,11 +11,12 @@ import dataclasses
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import msgspec
 
+from tokenmill.openai.response_object import status_of
 from tokenmill.sql.storable import storable
+from tokenmill.sql.webhooks import message_of
 from tokenmill_schemas.codec import encode
 from tokenmill_schemas.job import JobRequest, Priority
 from tokenmill_schemas.result import JobResult, Usage
@@ -23,7 +24,7 @@ from tokenmill_worker.jobs import FinishedJob
 
 _MAX_NAME: Final = 255  # size of the tables' name columns
 _CONTENT: Final = ("text", "reasoning", "token_ids", "logprobs", "prompt", "params", "metadata",
-                   "error_message")  # fmt: skip
+                   "error_message", "envelope")  # fmt: skip
 
 Values = dict[str, Any]
 
@@ -69,6 +70,8 @@ class JobRecord:
             "params": msgspec.to_builtins(request.params, str_keys=True) if request else None,
             "metadata": dict(result.metadata) or None,
             "batch_id": request.batch_id if request else None,
+            "envelope": (request.envelope or None) if request else None,
+            "previous_id": (request.previous_id or None) if request else None,
             "result": encode(result),
         }
         numbers = {name: getattr(result.usage, name) for name in Usage.__struct_fields__}
@@ -85,7 +88,8 @@ class JobRecord:
         numbers beyond 64 bits.
         """
         job = {
-            name: value if name == "result" else storable(value) for name, value in self.job.items()
+            name: value if isinstance(value, bytes) else storable(value)
+            for name, value in self.job.items()
         }
         return dataclasses.replace(self, job=_fitted(job), usage=_fitted(storable(self.usage)))
 
@@ -114,42 +118,22 @@ def _identity(result: JobResult, queue: str) -> Values:
 
 
 def _webhook(result: JobResult, request: JobRequest, queue: str) -> Values | None:
-    """Return the row of the webhook message. Its id is the same in every worker that records this
-    end of the job; a redriven job has another end.
-    """
-    host = _host(request.webhook) if request.webhook else None
-    if host is None:
+    """Return the row of the webhook message. A response of the gateway has OpenAI's event."""
+    if not request.webhook:
         return None
+    event = f"job.{result.status.value}"
+    if request.envelope:
+        reason = result.choices[0].finish_reason if result.choices else None
+        event = f"response.{status_of(result.status, reason)}"
     identity = _identity(result, queue)
-    return {
-        **{name: identity[name] for name in ("queue", "tenant")},
-        "id": f"msg_{result.job_id}_{result.finished_ms}",
-        "job_id": result.job_id,
-        "event": f"job.{result.status.value}",
-        "url": request.webhook,
-        "host": host,
-        "state": "pending",
-        "attempts": 0,
-        "ended_ms": result.finished_ms,
-        "due_ms": result.finished_ms,
-    }
-
-
-def _host(url: str) -> str | None:
-    """Return the URL's host; None if nothing can be sent there. Such a job was refused at
-    admission, and its end is recorded all the same.
-    """
-    if not url.isprintable():
-        return None
-    try:
-        parts = urlsplit(url)
-        return (
-            (parts.hostname or "")[:_MAX_NAME]
-            if parts.scheme in ("http", "https") and parts.hostname
-            else None
-        )
-    except ValueError:
-        return None
+    return message_of(
+        result.job_id,
+        event,
+        queue=identity["queue"],
+        tenant=identity["tenant"],
+        url=request.webhook,
+        ended_ms=result.finished_ms,
+    )
 
 
 def _prompt(request: JobRequest) -> object:

@@ -18,8 +18,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tokenmill_schemas.codec import MAX_PAYLOAD_BYTES
 from tokenmill_schemas.keys import queue_of
+from tokenmill_worker.contract.engine_kind import EngineConfigError
 from tokenmill_worker.contract.name_table import read_table
-from tokenmill_worker.engines import KINDS, Kind, kind_for, kind_named
+from tokenmill_worker.engines import KINDS, kind_for, kind_named
 
 PREFIX = "TOKENMILL_"
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -157,7 +158,10 @@ class Settings(_EngineFields):
     )
     # recording
     record_prompts: bool = Field(False, description="store prompts in the jobs table")
-    # `tokenmill tasks`: webhooks, sums, retention
+    # `tokenmill tasks`: the gateway's files, webhooks, sums, retention
+    files: str = Field(
+        "", description="folder or s3://BUCKET of the gateway's files, whose batches tasks run"
+    )
     tasks_broker_url: str = Field("", description="Celery's broker (default: TOKENMILL_REDIS_URL)")
     webhook_secret: str = Field(
         "", description="secret that signs webhooks, whsec_…; several: the newest first"
@@ -191,10 +195,10 @@ class Settings(_EngineFields):
     stall_seconds: Seconds = Field(
         120.0, ge=1, description="an engine without a report for this long is replaced"
     )
-    engine: Kind | None = Field(
-        None,
-        description="own, vllm, or synthetic for tests: it has no weights and answers with noise "
-        "(default: by the model's name)",
+    engine: str = Field(
+        "",
+        description="own, vllm, synthetic for tests (it has no weights and answers with noise), or "
+        "a package of yours, as my_package.my_engine (default: by the model's name)",
     )
     engine_python: str = Field(
         "", description="Python of the engine's own environment (default: the worker's)"
@@ -217,13 +221,21 @@ class Settings(_EngineFields):
         return self.worker_id or f"{socket.gethostname()}-{os.getpid()}"
 
     @property
-    def engine_kind(self) -> Kind:
+    def engine_kind(self) -> str:
         return self.engine or kind_for(self.model)
 
     def engine_config(self) -> Any:
-        """Return the settings of the engine, as its kind defines them. Raises EngineConfigError."""
+        """Return the settings of the engine, as its kind defines them: those that are given, and
+        the defaults of a service. Raises EngineConfigError.
+        """
         kind = kind_named(self.engine_kind)
-        return kind.config(**{name: getattr(self, name) for name in kind.settings})
+        if unknown := set(kind.settings) - set(ENGINE_FIELDS):
+            names = " and ".join(sorted(unknown))
+            raise EngineConfigError(
+                [f"engine {self.engine_kind} names settings that no worker has: {names}"]
+            )
+        given = self.model_fields_set | _DEFAULTS.keys()
+        return kind.config(**{name: getattr(self, name) for name in kind.settings if name in given})
 
     @property
     def adapter_names(self) -> frozenset[str]:
@@ -247,7 +259,7 @@ class Settings(_EngineFields):
         """
         return {
             variable_of(name): _text(value)
-            for name, value in self.model_dump(exclude_defaults=True).items()
+            for name, value in self.model_dump(exclude_unset=True).items()
         }
 
 

@@ -20,6 +20,7 @@ import typer
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
+from tokenmill_worker.contract.setting_fields import SPLIT_BY_VLLM
 from tokenmill_worker.engines import KINDS
 from tokenmill_worker.settings.fields import ENGINE_FIELDS, PREFIX, Settings
 
@@ -31,11 +32,15 @@ Command = Callable[[dict[str, object]], None]
 
 class SettingsCommand(TyperCommand):
     """A command whose help writes `--[no-]prefix-cache`: a column of no-flags would leave no room
-    for the other names in 80 columns. `--prefix-cache false` is refused with the flag to use.
+    for the other names in 80 columns. `--prefix-cache false` is refused with the flag to use,
+    `--tensor-parallel` with the one that splits a model.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for flag, value in pairwise(args):
+        for flag, value in pairwise(["", *args]):
+            name = value.partition("=")[0]
+            if name in ("--tensor-parallel", "--tensor-parallel-size") and flag != "--engine-arg":
+                ctx.fail(f"{name} {SPLIT_BY_VLLM}")
             for parameter in self.params:
                 names = [*parameter.opts, *parameter.secondary_opts]
                 if parameter.secondary_opts and flag in names and value.lower() in _TRUTHS:

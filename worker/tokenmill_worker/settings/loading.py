@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,7 +19,8 @@ from tokenmill.errors import ConfigurationError
 from tokenmill.webhooks import sign
 from tokenmill_schemas.keys import queue_of
 from tokenmill_worker.contract.engine_kind import EngineConfigError
-from tokenmill_worker.engines import kind_for
+from tokenmill_worker.contract.setting_fields import SPLIT_BY_VLLM
+from tokenmill_worker.engines import kind_for, kind_named
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings.addresses import database_problem, endpoint_problem, redis_problem
 from tokenmill_worker.settings.fields import (
@@ -31,8 +32,9 @@ from tokenmill_worker.settings.fields import (
 )
 from tokenmill_worker.settings.model_names import naming_problems
 
-# Variables for ops/ scripts and the command line; a worker ignores them.
+# Variables for ops/ scripts, the command line and the gateway; a worker ignores them.
 _OTHERS_VARIABLES = frozenset({"TOKENMILL_BENCH_SETUP"})
+_GATEWAY = f"{PREFIX}GATEWAY_"
 
 
 def child_environment(settings: Settings) -> dict[str, str]:
@@ -95,7 +97,7 @@ class _Wrong:
 
     def sentence(self, given: Mapping[str, object]) -> str:
         if self.kind == "extra_forbidden":
-            return f"{self.name} is not a setting{_suggestion(self.name, Settings.model_fields)}"
+            return _unknown(self.name, self.name, Settings.model_fields)
         words = self.message.removeprefix("Input should be ").split(", unable")[0]
         for theirs, ours in _PLAINER.items():
             words = words.replace(theirs, ours)
@@ -112,14 +114,19 @@ def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
     unknown = sorted(
         name
         for name in environ
-        if name.upper().startswith(PREFIX) and name.upper() not in {*known, *_OTHERS_VARIABLES}
+        if name.upper().startswith(PREFIX)
+        and not name.upper().startswith(_GATEWAY)
+        and name.upper() not in {*known, *_OTHERS_VARIABLES}
     )
-    return [f"{name} is not a setting{_suggestion(name.upper(), known)}" for name in unknown]
+    return [_unknown(name, name.upper(), known) for name in unknown]
 
 
-def _suggestion(name: str, known: Mapping[str, Any]) -> str:
+def _unknown(spelt: str, name: str, known: Mapping[str, Any]) -> str:
+    """Return the sentence about a name that is no setting, with a near one of those `known`."""
+    if name.lower().endswith("tensor_parallel"):
+        return f"{spelt} {SPLIT_BY_VLLM}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"{spelt} is not a setting" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _semantic_problems(settings: Settings, given: Mapping[str, object]) -> list[str]:
@@ -159,14 +166,18 @@ def _engine_problems(settings: Settings) -> Iterator[str]:
     if kind != wanted != "own":
         yield f"engine must not be {kind}: the model {settings.model} is of the engine {wanted}"
         return
+    known: Collection[str] = ENGINE_FIELDS
     try:
+        known = kind_named(kind).settings
         settings.engine_config()
     except EngineConfigError as error:
         yield from error.problems
     for name, kinds in ENGINE_FIELDS.items():
-        if kind not in kinds and name in settings.model_fields_set:
+        if name not in known and name in settings.model_fields_set:
             owners = " and ".join(kinds)
-            yield f"{name} is a setting of the engine {owners}; this worker's engine is {kind}"
+            instead = kind_named(kind).instead.get(name)
+            own = f"{kind}: say {instead}" if instead else kind
+            yield f"{name} is a setting of the engine {owners}; this worker's engine is {own}"
 
 
 def _model_problems(settings: Settings) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,14 @@ from celery import Celery
 from tokenmill.transport.connect import parse_url
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import Settings
-from tokenmill_worker.tasks.registry import BULK, SCHEDULE, UPKEEP, WEBHOOKS, register
+from tokenmill_worker.tasks.registry import (
+    BULK,
+    FILES_SCHEDULE,
+    SCHEDULE,
+    UPKEEP,
+    WEBHOOKS,
+    register,
+)
 from tokenmill_worker.tasks.resources import TaskResources
 
 VISIBILITY_S: Final = 900  # a task of a dead process starts in another one after this time
@@ -47,6 +54,7 @@ def build_app(settings: Settings, resources: TaskResources | None = None) -> Cel
         task_default_queue=UPKEEP,
         task_routes={
             "tokenmill.bulk.*": {"queue": BULK},
+            "tokenmill.batches.*": {"queue": BULK},
             "tokenmill.webhooks.*": {"queue": WEBHOOKS},
         },
         worker_prefetch_multiplier=1,
@@ -55,16 +63,16 @@ def build_app(settings: Settings, resources: TaskResources | None = None) -> Cel
         worker_redirect_stdouts=False,
         worker_send_task_events=False,
         beat_scheduler="celery.beat:Scheduler",  # writes no file: the persistent one pickles
-        beat_schedule=beat_schedule(),
+        beat_schedule=beat_schedule(has_files=bool(settings.files)),
         enable_utc=True,
     )
     register(app, resources or TaskResources(settings))
     return app
 
 
-def beat_schedule() -> dict[str, dict[str, Any]]:
-    """Return beat's schedule. A sweep that waited longer than its interval is dropped, because the
-    next one finds the same work.
+def beat_schedule(*, has_files: bool = True) -> dict[str, dict[str, Any]]:
+    """Return beat's schedule, with that of files where they are kept. A sweep that waited longer
+    than its interval is dropped, because the next one finds the same work.
     """
     return {
         name: {
@@ -72,7 +80,7 @@ def beat_schedule() -> dict[str, dict[str, Any]]:
             "schedule": timedelta(seconds=seconds),
             "options": {"expires": seconds, "queue": queue},
         }
-        for name, seconds, queue in SCHEDULE
+        for name, seconds, queue in (*SCHEDULE, *(FILES_SCHEDULE if has_files else ()))
     }
 
 

@@ -13,6 +13,8 @@ from celery import Celery
 
 from tokenmill.errors import QueueUnavailable, TokenmillError
 from tokenmill.transport.backoff import Backoff
+from tokenmill_worker.tasks.batches import LEASE_MS as BATCH_LEASE_MS
+from tokenmill_worker.tasks.batches import BatchLease
 from tokenmill_worker.tasks.bulk_files import ImportRequest, Reschedule
 from tokenmill_worker.tasks.resources import TaskResources
 from tokenmill_worker.tasks.webhooks.outbox import LEASE_MS, OutboxLease
@@ -31,6 +33,11 @@ SCHEDULE: Final = (
     ("tokenmill.usage.reconcile", 6 * 3600.0, UPKEEP),
     ("tokenmill.retention.sweep", 600.0, UPKEEP),
 )
+# those of the gateway's files, where they are kept
+FILES_SCHEDULE: Final = (
+    ("tokenmill.batches.sweep", 1.0, BULK),
+    ("tokenmill.files.sweep", 60.0, UPKEEP),
+)
 
 
 def register(app: Celery, resources: TaskResources) -> None:
@@ -38,6 +45,8 @@ def register(app: Celery, resources: TaskResources) -> None:
     _register_webhooks(app, resources)
     _register_upkeep(app, resources)
     _register_bulk(app, resources)
+    if resources.settings.files:
+        _register_files(app, resources)
 
 
 def _register_webhooks(app: Celery, resources: TaskResources) -> None:
@@ -69,6 +78,32 @@ def _register_upkeep(app: Celery, resources: TaskResources) -> None:
     app.task(name="tokenmill.usage.roll_up", shared=False)(roll_up)
     app.task(name="tokenmill.usage.reconcile", shared=False)(reconcile)
     app.task(name="tokenmill.retention.sweep", shared=False)(remove_old)
+
+
+def _register_files(app: Celery, resources: TaskResources) -> None:
+    """Register the tasks of the gateway's files and batches. A task that is lost is found again by
+    a sweep, when its lease has ended.
+    """
+
+    def run(batch_id: str, queue: str, until_ms: int) -> None:
+        try:
+            resources.batches.run(BatchLease(batch_id, queue, until_ms))
+        except TokenmillError as error:
+            log.error("Batch %s waits: %s", batch_id, error)
+            raise
+
+    def sweep() -> None:
+        for lease in resources.batches.claim():
+            terms = (lease.batch_id, lease.queue, lease.until_ms)
+            task.apply_async(terms, queue=BULK, expires=BATCH_LEASE_MS / 1000)
+
+    def remove() -> None:
+        if removed := resources.batches.remove_files():
+            log.info("Removed %d files", removed)
+
+    task = app.task(name="tokenmill.batches.run", shared=False, throws=(TokenmillError,))(run)
+    app.task(name="tokenmill.batches.sweep", shared=False)(sweep)
+    app.task(name="tokenmill.files.sweep", shared=False)(remove)
 
 
 def _register_bulk(app: Celery, resources: TaskResources) -> None:

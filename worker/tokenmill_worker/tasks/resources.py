@@ -16,6 +16,7 @@ from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect
 from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.settings import Settings
+from tokenmill_worker.tasks.batches import BatchRuns
 from tokenmill_worker.tasks.bulk_files import THREADS, BulkFiles
 from tokenmill_worker.tasks.retention import Limits, Retention
 from tokenmill_worker.tasks.usage_rollup import RollUp
@@ -93,6 +94,10 @@ class TaskResources:
             webhook_days=WEBHOOK_DAYS,
         )
         return Retention(self.engine, limits, self.roll_up, self.time)
+
+    @cached_property
+    def batches(self) -> BatchRuns:
+        return BatchRuns(self.settings, self.engine, self.time, self.bulk.thread)
 
     @cached_property
     def bulk(self) -> BulkFiles:

@@ -28,6 +28,7 @@ _PAYLOAD: Final = (
     "prompt",
     "params",
     "metadata",
+    "envelope",
     "result",
 )
 

@@ -8,6 +8,7 @@ compares the number of tokens with the model's length.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -161,8 +162,7 @@ def _load(folder: Path, trust_remote_code: bool) -> Any:
     AutoTokenizer would read the model's settings for the class, and so import torch: seconds of
     work, and 300 MiB that this process has no use for.
     """
-    import transformers
-
+    transformers = _imported()
     named = str(_settings(folder / "tokenizer_config.json").get("tokenizer_class")).removesuffix(
         "Fast"
     )
@@ -172,6 +172,17 @@ def _load(folder: Path, trust_remote_code: bool) -> Any:
     return transformers.AutoTokenizer.from_pretrained(
         str(folder), local_files_only=True, trust_remote_code=trust_remote_code
     )
+
+
+def _imported() -> Any:
+    """Import Transformers without its advice to install PyTorch, which no tokenizer needs."""
+    advice = logging.getLogger("transformers")
+    advice.disabled = True
+    try:
+        import transformers
+    finally:
+        advice.disabled = False
+    return transformers
 
 
 def _model_type(folder: Path) -> str:

@@ -223,9 +223,14 @@ def read_again(path: Path, digest: str) -> Iterator[Line]:
         )
 
 
-def summarise(path: Path, each: Callable[[int], object] = lambda _: None) -> FileSummary:
+def summarise(
+    path: Path,
+    each: Callable[[int], object] = lambda _: None,
+    *,
+    only: tuple[str, str] | None = None,
+) -> FileSummary:
     """Read the file for the first time and return its summary. `each` is called every 1000 lines
-    with their number.
+    with their number. `only`: the endpoint and the model that every line must name.
     """
     found, digest = FileSummary(), hashlib.blake2b(digest_size=DIGEST_BYTES)
     with _Names() as names:
@@ -233,7 +238,7 @@ def summarise(path: Path, each: Callable[[int], object] = lambda _: None) -> Fil
             found.total += 1
             found.last_line = line.line
             if isinstance(line, GoodLine):
-                line = _noted(line, found, names)
+                line = _noted(line, found, names, only)
             if isinstance(line, BadLine) and len(found.first_bad) < MAX_LISTED:
                 found.first_bad.append(line)
             if found.total % 1000 == 0:
@@ -242,13 +247,19 @@ def summarise(path: Path, each: Callable[[int], object] = lambda _: None) -> Fil
     return found
 
 
-def _noted(line: GoodLine, found: FileSummary, names: _Names) -> Line:
+def _noted(line: GoodLine, found: FileSummary, names: _Names, only: tuple[str, str] | None) -> Line:
     if not names.add(line.custom_id):
         found.repeated.add(line.line)
         return repeated(line)
     if not found.endpoint:
         found.endpoint = line.url
     model = line.body.get("model")
+    if only is not None and line.url != only[0]:
+        words = f"url must be that of the batch, {only[0]}, not {line.url}"
+        return BadLine(line.line, line.custom_id, "mismatched_url", words, "url")
+    if only is not None and model != only[1]:
+        words = f"model must be that of the first line, {only[1]}, not {str(model)[:64]}"
+        return BadLine(line.line, line.custom_id, "mismatched_model", words, "model")
     if not found.model and isinstance(model, str):
         found.model = model
     return line

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.engines.own.attention.cases import (
     with_threads,
 )
 from tests.engines.own.attention.test_backends import CASES
+from tests.engines.own.cpu.instruction_sets import skip_unless_runs
 from tokenmill_worker.engines.own.attention.base import AttentionShape, stored_as
 from tokenmill_worker.engines.own.config.cache import Window
 from tokenmill_worker.engines.own.cpu.attention import CpuAttention
@@ -165,11 +165,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("march", ["x86-64", "x86-64-v3", "x86-64-v4"])
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86-64")
 def test_attention_is_the_same_with_every_vector_width(march: str) -> None:
     """The paths that this machine would not choose: 128 bits without fused multiply-add, and
     AVX2.
     """
+    skip_unless_runs(march)
     try:
         backend = CpuAttention(march=march, uses_amx=False)
     except KernelUnavailableError as error:

@@ -142,5 +142,4 @@ def test_a_step_that_no_setting_limits_leaves_room_for_the_cache(
     assert limits(1, max_num_seqs=300) == (300, 300)
     assert limits(1, max_num_batched_tokens=2000) == (2000, 16)
     assert limits(1, max_num_seqs=8) == (256, 8)
-    assert limits(1, tensor_parallel=True) == (2048, 256)
     assert limits(1, on_gpu=False, max_num_batched_tokens=100) == (100, 16)

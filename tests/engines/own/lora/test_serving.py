@@ -198,8 +198,6 @@ def test_wrong_adapter_settings_are_refused() -> None:
     ):
         with pytest.raises(EngineConfigError, match=words):
             EngineConfig(model="m", adapters=wrong)
-    with pytest.raises(EngineConfigError, match="tensor_parallel"):
-        EngineConfig(model="m", adapters="a=/x", tensor_parallel=True)
 
 
 def test_a_wrong_number_of_rows_at_a_layer_is_an_error() -> None:

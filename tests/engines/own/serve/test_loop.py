@@ -6,7 +6,8 @@ from typing import Any
 
 from tokenmill_worker.contract.events import Capacity, EngineStats
 from tokenmill_worker.contract.messages import Command, Frame, Mailbox, Report
-from tokenmill_worker.engines.own.serve.loop import IDLE_REPORT_S, STATS_EVERY_S, EngineLoop
+from tokenmill_worker.engines.frames import IDLE_REPORT_S, STATS_EVERY_S
+from tokenmill_worker.engines.own.serve.loop import EngineLoop
 
 CAPACITY = Capacity(
     free_sequences=1, free_blocks=1, waiting=0, running=1, block_size=16, max_model_len=64

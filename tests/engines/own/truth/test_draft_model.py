@@ -187,10 +187,6 @@ def test_a_draft_model_that_does_not_fit_is_refused(
     with pytest.raises(EngineConfigError, match="nothing without speculative_tokens"):
         EngineConfig(model="any", draft_model="other")
     config = EngineConfig(model="any", draft_model="other", speculative_tokens=4)
-    for name, value in (
-        ("async_batching", True),
-        ("tensor_parallel", True),
-        ("max_read_tokens", 9),
-    ):
+    for name, value in (("async_batching", True), ("max_read_tokens", 9)):
         with pytest.raises(EngineConfigError, match=f"draft_model cannot be used with {name}"):
             config.replace(**{name: value})

@@ -262,9 +262,9 @@ class Device:
 
 def cannot_quantize(config: EngineConfig, weight: Tensor) -> EngineConfigError:
     """Return the error of a quantisation that this device or type does not support."""
-    needed = "the CPU, on one rank, in float32"
+    needed = "the CPU, in float32"
     if config.quantization == "fp8":
-        needed = "a GPU of compute capability 8.9 or more, on one rank, in bfloat16"
+        needed = "a GPU of compute capability 8.9 or more, in bfloat16"
     return EngineConfigError([
         f"quantization {config.quantization!r} runs on {needed}, "
         f"not on {weight.device.type} in {str(weight.dtype).removeprefix('torch.')}"

@@ -1,10 +1,6 @@
-"""Error classes of the engine, and the messages and events made from errors."""
+"""Error classes of the engine, and the messages made from errors."""
 
 from __future__ import annotations
-
-from tokenmill_schemas.generation import FinishReason
-from tokenmill_worker.contract.events import TokenEvent
-from tokenmill_worker.contract.requests import RequestError
 
 
 class EngineError(RuntimeError):
@@ -16,16 +12,6 @@ class EngineError(RuntimeError):
 
 class StepsFailError(EngineError):
     """Every step fails, whatever it holds: memory or disk is full, or no logits are finite."""
-
-
-def refusal_event(request_id: str, error: RequestError, choice: int = 0) -> TokenEvent:
-    return TokenEvent(
-        request_id=request_id,
-        choice=choice,
-        finish_reason=FinishReason.ERROR,
-        error=str(error),
-        error_code=error.code,
-    )
 
 
 def why(error: BaseException) -> str:
@@ -66,16 +52,15 @@ SIGNS_OF_LOSS = (
     "device-side assert", "illegal memory access", "misaligned address", "illegal instruction",
     "invalid program counter", "hardware stack error", "unspecified launch failure",
     "launch timed out", "cuda error: unknown error", "cublas_status_execution_failed", "ecc error",
-    "nvlink error", "device lost", "failed in a step",
+    "nvlink error", "device lost",
 )  # fmt: skip
 
 
 def is_device_lost(error: Exception) -> bool:
     """Return whether the error's text shows that the device is lost.
 
-    After a device-side assert or an illegal access, every later call on the device fails too. A
-    rank group of which one rank failed inside a step cannot run another. Errors without such a sign
-    require a test of the device.
+    After a device-side assert or an illegal access, every later call on the device fails too.
+    Errors without such a sign require a test of the device.
     """
     text = str(error).lower()
     return any(sign in text for sign in SIGNS_OF_LOSS)

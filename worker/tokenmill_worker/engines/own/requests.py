@@ -28,7 +28,7 @@ from tokenmill_worker.contract.requests import (
     choice_seed,
 )
 from tokenmill_worker.engines.limits import ModelLimits
-from tokenmill_worker.engines.own.errors import refusal_event, sentence_of, why
+from tokenmill_worker.engines.own.errors import sentence_of, why
 from tokenmill_worker.engines.own.execution.interface import Runner
 from tokenmill_worker.engines.own.scheduler import Scheduler
 from tokenmill_worker.engines.own.sequence import BULK, Sequence
@@ -50,15 +50,19 @@ class RequestValidator(ModelLimits):
         params = request.params.with_defaults(self.defaults)
         seed = secrets.randbits(63) if params.seed is None else params.seed & SEED_MASK
         return [
-            self._sequence(request, params, choice, limit, seed)
-            for choice in range(params.n)
-            if choice not in request.done
+            self._sequence(request, params, choice, resumed, limit, seed)
+            for choice, resumed in request.open_choices()
         ]
 
     def _sequence(
-        self, request: GenerationRequest, params: SamplingParams, choice: int, limit: int, seed: int
+        self,
+        request: GenerationRequest,
+        params: SamplingParams,
+        choice: int,
+        resumed: tuple[int, ...],
+        limit: int,
+        seed: int,
     ) -> Sequence:
-        resumed = request.resumed[choice] if choice < len(request.resumed) else ()
         given = request.given[choice] if request.given else ()
         length = len(request.prompt)
         wants_prompt = choice == 0 and not given and params.prompt_logprobs is not None
@@ -156,7 +160,7 @@ class PendingRequests:
                 try:
                     needs.assign(sequences)
                 except RequestError as refusal:
-                    ends += [refusal_event(s.request_id, refusal, s.choice) for s in sequences]
+                    ends += [refusal.event(s.request_id, s.choice) for s in sequences]
                 else:
                     ready.append(sequences)
         return ready, ends
@@ -226,11 +230,11 @@ class RequestTracker:
             try:
                 self._enqueue(request, batch)
             except RequestError as error:
-                self._early.append(refusal_event(request.request_id, error))
+                self._early.append(error.event(request.request_id))
             except Exception as error:  # a value of a wrong type, which no check has foreseen
                 log.exception("Request %s is refused: it cannot be read", request.request_id)
                 refusal = RequestError(f"the request cannot be read: {why(error)}")
-                self._early.append(refusal_event(request.request_id, refusal))
+                self._early.append(refusal.event(request.request_id))
         try:
             self._schedule(batch)
         except RequestError:
@@ -287,4 +291,4 @@ class RequestTracker:
         try:
             self._scheduler.add(sequences)
         except RequestError as error:
-            self._early += [refusal_event(s.request_id, error, s.choice) for s in sequences]
+            self._early += [error.event(s.request_id, s.choice) for s in sequences]

@@ -8,6 +8,7 @@ ends, the parent is gone, and the process ends at once, even in the middle of a 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import select
@@ -16,21 +17,29 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import NoReturn
 
+from tokenmill_worker.contract.engine_kind import EngineConfigError
 from tokenmill_worker.contract.messages import (
+    MAX_FRAME_BYTES,
     EngineFailed,
     FrameError,
+    LoadProgress,
     Logged,
     Mailbox,
+    Ready,
     Report,
+    Start,
     read_command,
     read_start,
 )
-from tokenmill_worker.engines import serve_of
+from tokenmill_worker.engines import missing_packages, serve_of
+from tokenmill_worker.engines.process.death import end_group
 from tokenmill_worker.engines.process.socket_frames import LENGTH_BYTES, FrameWriter
 
-PARENT_GONE, WRONG_FRAME = 3, 4  # exit statuses
+LACKS_PACKAGES, PARENT_GONE, WRONG_FRAME = 1, 3, 4  # exit statuses
+_NO_COMMANDS = b"the engine process ends: it cannot receive a command, or lacks memory for it\n"
 
 
 def main(descriptor: int) -> int:
@@ -57,6 +66,15 @@ def main(descriptor: int) -> int:
         reports.put(EngineFailed(str(error), at_start=True))
         reports.close()
         return WRONG_FRAME
+    reports.put(LoadProgress("importing the engine", 0.0))
+    try:
+        words = missing_packages(start.engine)
+    except EngineConfigError as error:  # a package that is not here
+        words = str(error)
+    if words:
+        reports.put(EngineFailed(words, at_start=True))
+        reports.close()
+        return LACKS_PACKAGES
     mailbox = Mailbox()
     threading.Thread(
         target=_read_commands, args=(connection, mailbox), name="commands", daemon=True
@@ -64,16 +82,34 @@ def main(descriptor: int) -> int:
     logging.getLogger().addHandler(_LogForwarder(reports.put))
     logging.captureWarnings(True)
     try:
-        return serve_of(start.engine)(start, mailbox, reports.put)
+        return _serve(start, mailbox, partial(_report, reports))
     finally:
         reports.close()
 
 
+def _report(reports: FrameWriter, report: Report) -> None:
+    if isinstance(report, Ready):
+        gc.collect()
+        gc.freeze()  # else every full collection would walk model and libraries during a step
+    reports.put(report)
+
+
+def _serve(start: Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> int:
+    try:
+        serve = serve_of(start.engine)
+    except EngineConfigError as error:
+        emit(EngineFailed(str(error), at_start=True))
+        return 1
+    return serve(start, mailbox, emit)
+
+
 def _end_group() -> NoReturn:
     """End at once, with every process that the engine has started."""
-    if os.getpgrp() == os.getpid():  # as the worker starts it
-        os.killpg(0, signal.SIGKILL)
-    os._exit(PARENT_GONE)
+    try:
+        if os.getpgrp() == os.getpid():  # as the worker starts it
+            end_group(os.getpid())
+    finally:
+        os._exit(PARENT_GONE)
 
 
 def set_allocator(environment: MutableMapping[str, str]) -> None:
@@ -106,8 +142,11 @@ def _receive(connection: socket.socket) -> bytes:
 
     Raises:
         EOFError: the stream has ended.
+        FrameError: the frame is longer than any command.
     """
     length = int.from_bytes(_receive_exactly(connection, LENGTH_BYTES), "little")
+    if length > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {length} bytes is announced")
     return _receive_exactly(connection, length)
 
 
@@ -133,6 +172,9 @@ def _read_commands(connection: socket.socket, mailbox: Mailbox) -> None:
     except FrameError as error:
         os.write(2, f"the engine process ends: {error}\n".encode())
         os._exit(WRONG_FRAME)
+    except BaseException:  # a loop that gets no commands would look idle for ever
+        os.write(2, _NO_COMMANDS)
+        _end_group()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import sys
@@ -21,10 +20,10 @@ from typing import Final
 import msgspec
 
 from tokenmill_schemas.generation import FinishReason
+from tokenmill_schemas.release import BASE
 from tokenmill_worker.contract.events import Capacity
 from tokenmill_worker.contract.host import EngineDied
 from tokenmill_worker.contract.messages import (
-    FOLLOWS,
     CancelRequest,
     Command,
     EngineFailed,
@@ -38,7 +37,7 @@ from tokenmill_worker.contract.messages import (
     Submit,
 )
 from tokenmill_worker.contract.requests import GenerationRequest
-from tokenmill_worker.engines.process.death import DYING_S, manner_of
+from tokenmill_worker.engines.process.death import DYING_S, end_group, manner_of, members_of
 from tokenmill_worker.engines.process.socket_frames import FrameReader
 
 CHILD_MODULE: Final = "tokenmill_worker.engines.process.child"
@@ -66,19 +65,17 @@ class _Reports:
     the end, detection of hangs.
 
     An engine reports at every step, and twice a second while idle. A ready engine that sends no
-    report for `stall_s` seconds hangs.
+    such report for `stall_s` seconds hangs: a frame without a step does not count.
     """
 
     def __init__(self, stall_s: float | None = None) -> None:
         self._stall_s = stall_s
-        self._follows = False  # this process is a rank above 0
-        self._has_reported = False  # since the last check
+        self._has_stepped = False  # since the last check
         self._reports: deque[Report | None] = deque()
         self._arrival: asyncio.Future[None] | None = None  # completed by the next report
         self._capacity: Capacity | None = None
         self._stopping = False
         self._process: asyncio.subprocess.Process | None = None
-        self._is_alone = True  # no rank of a group, which would have to start anew with it
 
     @property
     def capacity(self) -> Capacity:
@@ -99,7 +96,7 @@ class _Reports:
         if isinstance(report, Logged):
             logging.getLogger(report.logger).log(report.level, "%s", report.message)
             return
-        self._has_reported = True
+        self._has_stepped |= isinstance(report, Frame) and report.ended_s > 0.0
         self._reports.append(report)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
@@ -111,12 +108,13 @@ class _Reports:
             await self._arrival
 
     async def _wait_ready(self, on_progress: Callable[[str, float], None] | None) -> Ready:
+        has_begun = False  # its first report is that it imports the engine
         while True:
             await self._arrived()
             report = self._reports.popleft()
             match report:
                 case LoadProgress():
-                    self._follows = self._follows or report.message == FOLLOWS
+                    has_begun = True
                     if on_progress is not None:
                         on_progress(report.message, report.fraction)
                 case Ready():
@@ -125,15 +123,14 @@ class _Reports:
                         self._look_again(self._stall_s, 0.0)
                     return report
                 case EngineFailed():
-                    may_pass = report.may_pass and self._is_alone
-                    raise EngineDied(report.message, at_start=True, may_pass=may_pass)
+                    raise EngineDied(report.message, at_start=True, may_pass=report.may_pass)
                 case _:
-                    raise await self._ended_early()
+                    raise await self._ended_early(has_begun)
 
-    async def _ended_early(self) -> EngineDied:
+    async def _ended_early(self, has_begun: bool) -> EngineDied:
         words = await manner_of(self._process)
         words = f"the engine process ended{words} before it was ready"
-        return EngineDied(words, at_start=True, may_pass=self._is_alone)
+        return EngineDied(words, at_start=True, may_pass=True)
 
     def _look_again(self, stall_s: float, silent_s: float) -> None:
         """Schedule the next check for silence.
@@ -147,13 +144,11 @@ class _Reports:
     def _look(self, stall_s: float, silent_s: float) -> None:
         if self._stopping:
             return
-        if self._has_reported:
-            self._has_reported, silent_s = False, 0.0
+        if self._has_stepped:
+            self._has_stepped, silent_s = False, 0.0
         if silent_s >= stall_s:
             self._take_in(
-                EngineFailed(
-                    f"it hangs: no report for {silent_s:g} s (stall_seconds is {stall_s:g})"
-                )
+                EngineFailed(f"it hangs: no step for {silent_s:g} s (stall_seconds is {stall_s:g})")
             )
         else:
             self._look_again(stall_s, silent_s)
@@ -183,30 +178,33 @@ def _as_one(frames: list[Frame]) -> Frame:
     events = tuple(event for frame in frames for event in frame.events)
     stats = next((frame.stats for frame in reversed(frames) if frame.stats is not None), None)
     return msgspec.structs.replace(
-        frames[-1], events=events, stats=stats, ended_s=frames[0].ended_s
+        frames[-1],
+        events=events,
+        stats=stats,
+        ended_s=next((frame.ended_s for frame in frames if frame.ended_s), 0.0),
     )
+
+
+async def _end_group(leader: int) -> None:
+    """End the group of a process that has ended, and give what is left a second to end."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DYING_S):
+            while members_of(leader):
+                end_group(leader)
+                await asyncio.sleep(0.02)
 
 
 class EngineProcess(_Reports):
     """An engine in a process of its own, which lives from `start` to `stop` or `kill`.
 
     `start` is its first frame, `python` the interpreter of its environment, if that is not the
-    worker's. It leads a process group, which ends with it. Without `is_alone` it is a rank of a
-    group, which would have to start anew with it.
+    worker's. It leads a process group, which ends with it.
     """
 
-    def __init__(
-        self,
-        start: Start,
-        stall_s: float | None = None,
-        *,
-        python: str = "",
-        is_alone: bool = True,
-    ) -> None:
+    def __init__(self, start: Start, stall_s: float | None = None, *, python: str = "") -> None:
         super().__init__(stall_s)
         self._python = python or sys.executable
         self._first_frame = start
-        self._is_alone = is_alone
         self._frames: FrameReader | None = None
 
     @property
@@ -237,11 +235,14 @@ class EngineProcess(_Reports):
         self._write(_encoder.encode(self._first_frame))
         return await self._wait_ready(on_progress)
 
-    async def _ended_early(self) -> EngineDied:
-        death = await super()._ended_early()
-        has_said_nothing = self._process is not None and self._process.returncode == 1
-        if has_said_nothing and self._python != sys.executable:
-            words = f"{death}; is tokenmill missing there? {self._python} -m pip install tokenmill"
+    async def _ended_early(self, has_begun: bool) -> EngineDied:
+        death = await super()._ended_early(has_begun)
+        has_failed = self._process is not None and self._process.returncode == 1
+        if has_failed and not has_begun and self._python != sys.executable:
+            words = (
+                f"{self._python} lacks tokenmill, or cannot run it: {self._python} -m pip install"
+            )
+            words += f" . in the folder of tokenmill {BASE}"
             return EngineDied(words, at_start=True)
         return death
 
@@ -253,15 +254,8 @@ class EngineProcess(_Reports):
             self._frames.write(payload)
 
     async def stop(self) -> None:
-        """Send Stop and kill the process after five seconds; while it loads, kill it at once.
-
-        A rank that follows rank 0 is not killed. It ends when rank 0 ends or is gone; killed
-        earlier, it would leave rank 0, which may still drain, in a collective that never completes.
-        """
+        """Send Stop and kill the process after five seconds; while it loads, kill it at once."""
         self._stopping = True
-        if self._follows:
-            await self._end(limit_s=None)
-            return
         self._send(Stop())
         await self._end(limit_s=5.0 if self._capacity is not None else 0.0)
 
@@ -269,17 +263,18 @@ class EngineProcess(_Reports):
         self._stopping = True
         await self._end(limit_s=0.0)
 
-    async def _end(self, limit_s: float | None) -> None:
+    async def _end(self, limit_s: float) -> None:
         process = self._process
         if process is not None:
-            if limit_s is not None and self._frames is not None and self._frames.ended.is_set():
+            if self._frames is not None and self._frames.ended.is_set():
                 limit_s = max(limit_s, DYING_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(limit_s):
                     await process.wait()
-            with contextlib.suppress(ProcessLookupError):  # no process of the group is left
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            await _end_group(process.pid)
         if self._frames is not None:
             self._frames.close()
             await self._frames.ended.wait()

@@ -67,13 +67,13 @@ class FrameWriter:
             self._on_broken()
 
     def _send_late(self) -> None:
-        while (frame := self._late.get()) is not None:
-            try:
+        try:
+            while (frame := self._late.get()) is not None:
                 self._connection.sendall(frame)
-            except OSError:
-                self._on_broken()
-            with self._lock:
-                self._num_late -= 1
+                with self._lock:
+                    self._num_late -= 1
+        except BaseException:  # also a lack of memory: no later report would be sent
+            self._on_broken()
 
 
 class FrameReader(asyncio.Protocol):

@@ -6,10 +6,11 @@ step. That call empties all collectors into one frame, so that no task per reque
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
@@ -19,153 +20,137 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from tokenmill_schemas.generation import LOGPROBS_MODES, FinishReason
+from tokenmill_worker.contract.capabilities import Capabilities
 from tokenmill_worker.contract.events import Capacity, TokenEvent
-from tokenmill_worker.contract.messages import CancelRequest, Frame, Report, Submit
+from tokenmill_worker.contract.messages import CancelRequest
 from tokenmill_worker.contract.requests import GenerationRequest, RequestError
+from tokenmill_worker.engines.choices import URGENT, RunningChoices
+from tokenmill_worker.engines.frames import FrameSender
 from tokenmill_worker.engines.limits import ModelLimits
-from tokenmill_worker.engines.vllm.choices import RunningChoice
+from tokenmill_worker.engines.own.model.generation_config import GenerationDefaults
+from tokenmill_worker.engines.vllm.choices import VllmChoice
 from tokenmill_worker.engines.vllm.figures import Figures
 from tokenmill_worker.engines.vllm.parameters import sampling_params
 
 log = logging.getLogger(__name__)
 
-IDLE_REPORT_S: Final = 0.5
-STATS_EVERY_S: Final = 0.1
-URGENT: Final = 0  # priority of interactive requests
 
+class Adapter(StatLoggerBase):
+    """The requests of a worker in one AsyncLLM, of whose engine cores it is the stat logger.
 
-class StepHook(StatLoggerBase):
-    """Passes each step of vLLM on, after the step's outputs are in their collectors."""
-
-    adapter: Adapter | None = None  # set before the first request
-
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        pass
-
-    def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
-    ) -> None:
-        if self.adapter is not None:
-            self.adapter.stepped(scheduler_stats, iteration_stats, engine_idx)
-
-    def log_engine_initialized(self) -> None:
-        pass
-
-
-class Adapter:
-    """The requests of a worker in one AsyncLLM; every call is made in vLLM's event loop."""
+    `config` is vLLM's own. Every call is made in vLLM's event loop. `wake` is called when `tick`
+    has something to do.
+    """
 
     def __init__(
         self,
-        engine: AsyncLLM,
-        emit: Callable[[Report], None],
-        figures: Figures,
-        limits: ModelLimits,
+        config: Any,
+        defaults: GenerationDefaults,
+        capabilities: Capabilities,
         adapters: dict[str, str],
-        *,
-        eos: tuple[int, ...],
-        has_position_seeds: bool,
+        frames: FrameSender,
+        wake: Callable[[], None],
     ) -> None:
-        self.engine = engine
-        self._emit = emit
-        self._figures = figures
-        self._limits = limits
-        self._eos = eos
+        usage: dict[int, float] = {}
+
+        def logger_of(_config: Any, core: int) -> Adapter:
+            usage[core] = 0.0
+            return self
+
+        self.engine = AsyncLLM.from_vllm_config(
+            config, stat_loggers=[logger_of], disable_log_stats=True
+        )
+        model = config.model_config
+        self.eos = tuple(sorted(defaults.end_ids(model.hf_text_config)))
+        self.limits = ModelLimits(
+            model.get_vocab_size(),
+            model.max_model_len,
+            bool(capabilities.structured),
+            defaults.params,
+        )
+        self._figures = Figures(config, usage)
+        self._params_of = functools.partial(
+            sampling_params,
+            eos=self.eos,
+            has_position_seeds=capabilities.exact_resume,
+            has_biases=config.speculative_config is None,
+        )
         self._loras = {
             name: LoRARequest(name, number, folder)
             for number, (name, folder) in enumerate(adapters.items(), 1)
         }
-        self._has_position_seeds = has_position_seeds
-        self._running: dict[str, RunningChoice] = {}  # by vLLM's request id
+        self._frames, self._wake = frames, wake
+        self._running: RunningChoices[VllmChoice] = RunningChoices()
         self._events: list[TokenEvent] = []  # that no step made
-        self._report_due_s = 0.0  # on the monotonic clock, as the next
-        self._stats_due_s = 0.0
+        self._awaits_step = False  # since a request has been added
 
-    async def submit(self, command: Submit) -> None:
-        for request in command.requests:
+    async def submit(self, requests: Iterable[GenerationRequest]) -> None:
+        for request in requests:
             for item in self._choices(request):
-                await self._start(item)
-        self._report_events()
+                place = self._place_for(request) if request.priority == URGENT else None
+                await self._start(item)  # before the other waits again: vLLM orders by priority
+                if place is not None and place.key in self._running:
+                    place.preemptions += 1
+                    await self._begin_again(place)
 
     async def cancel(self, command: CancelRequest) -> None:
-        await self._end(
-            [
-                key
-                for key, item in self._running.items()
-                if item.request.request_id == command.request_id
-                and command.choice in (None, item.choice)
-            ],
-            command.reason,
-        )
+        await self._end(self._running.of(command), command.reason)
 
     async def tick(self) -> None:
-        """End requests whose deadline has passed. Report while nothing runs.
-
-        While requests run, a step alone makes a report, so that a hang can be told.
+        """Begin attempts that are due, end requests whose deadline has passed, and report what no
+        step reports. Report twice a second while nothing runs.
         """
-        now = time.monotonic()
-        late = [
-            key
-            for key, item in self._running.items()
-            if item.request.deadline is not None and item.request.deadline <= now
-        ]
-        await self._end(late, FinishReason.EXPIRED)
+        for item in [item for item in self._running.values() if item.collector is None]:
+            await self._begin_again(item)
+        await self._end(self._running.late(time.monotonic()), FinishReason.EXPIRED)
         self._report_events()
-        if not self._running and now >= self._report_due_s:
+        if not self._running:
             self._figures.rest()
-            self._report(())
+            if self._frames.is_due:
+                self._report(())
 
-    def stepped(self, scheduler_stats: Any, iteration_stats: Any, core: int) -> None:
+    def record(self, scheduler: Any, iteration: Any, *, engine_idx: int, **_others: Any) -> None:
         """Report a step that vLLM has ended. Steps without tokens, as those of a core that waits
         for a grammar, are reported twice a second.
         """
-        self._figures.add_step(scheduler_stats, iteration_stats, core, is_busy=bool(self._running))
+        self._figures.add_step(scheduler, iteration, engine_idx)
+        self._awaits_step = False
         events = self._collected()
-        if events or time.monotonic() >= self._report_due_s:
-            self._report(events)
+        if events or self._frames.is_due:
+            self._report(events, is_step=True)
 
-    def _choices(self, request: GenerationRequest) -> list[RunningChoice]:
+    def log_engine_initialized(self) -> None:
+        pass
+
+    def capacity(self) -> Capacity:
+        return self._figures.capacity(len(self._running), self._running.num_urgent)
+
+    def _choices(self, request: GenerationRequest) -> list[VllmChoice]:
         """Return the choices to start; none of a request that is refused, which ends at once."""
-        resumed = dict(enumerate(request.resumed))
-        open_ = [choice for choice in range(request.params.n) if choice not in request.done]
-        items = [RunningChoice(request, choice, resumed.get(choice, ())) for choice in open_]
+        params = request.params
         try:
-            limit = self._limits.check(request)
-            if (name := request.params.lora) and name not in self._loras:
-                raise RequestError(f"lora {name!r} is not one of {', '.join(self._loras) or '-'}")
-            mode = request.params.logprobs_mode
-            if request.params.wants_logprobs and mode not in (None, LOGPROBS_MODES[0]):
+            limit = self.limits.check(request)
+            if params.lora and params.lora not in self._loras:
+                known = ", ".join(self._loras) or "-"
+                raise RequestError(f"lora {params.lora!r} is not one of {known}")
+            mode = params.logprobs_mode
+            if params.wants_logprobs and mode not in (None, LOGPROBS_MODES[0]):
                 raise RequestError(f"logprobs_mode {mode} is not available with vLLM")
         except RequestError as error:
-            refused = RunningChoice(request, 0, ())  # one event for all of them
-            self._events.append(refused.failed(str(error), error.code))
+            self._events.append(error.event(request.request_id))  # for all of its choices
             return []
-        for item in items:
-            item.limit = limit
-        return items
+        return [
+            VllmChoice(request=request, index=index, resumed=resumed, limit=limit)
+            for index, resumed in request.open_choices()
+        ]
 
-    async def _start(self, item: RunningChoice) -> None:
+    async def _start(self, item: VllmChoice) -> None:
         request = item.request
         try:
-            if request.priority == URGENT and not item.attempt:
-                await self._make_place(request)
-            params = sampling_params(
-                request,
-                item.choice,
-                item.resumed,
-                item.limit,
-                item.key,
-                eos=self._eos,
-                has_position_seeds=self._has_position_seeds,
-            )
-            prompt = tokens_input(item.prompt_ids, cache_salt=request.cache_salt or None)
+            params = self._params_of(item)
             item.collector = await self.engine.add_request(
                 item.key,
-                prompt,
+                tokens_input(item.prompt_ids, cache_salt=request.cache_salt or None),
                 params,
                 arrival_time=item.since,
                 lora_request=self._loras.get(request.params.lora),
@@ -174,76 +159,69 @@ class Adapter:
         except EngineDeadError:
             raise
         except (VLLMClientError, ValueError) as error:
-            self._events.append(item.failed(str(error), "invalid_request"))
+            self._events.append(item.failed(str(error)))
         except Exception as error:  # one that no check has foreseen ends this request alone
             log.exception("Request %s is refused: it cannot be read", item.key)
             words = f"the request cannot be read: {type(error).__name__}: {error}"
-            self._events.append(item.failed(words, "invalid_request"))
+            self._events.append(item.failed(words))
         else:
+            if params.presence_penalty:
+                item.biased = frozenset(params.logit_bias or ()).intersection(item.resumed)
             self._running[item.key] = item
+            self._awaits_step |= item.collector.output is None
 
-    async def _make_place(self, request: GenerationRequest) -> None:
-        """Take the place of the youngest bulk choice, if an interactive one would wait.
-
-        vLLM takes no place from a running request while it has blocks for it. The bulk choice
-        begins again behind the tokens that it has; its prefix is cached.
-        """
-        figures = self._figures
-        needed = -(-len(request.prompt) // figures.block_size) + 1
-        if len(self._running) < figures.max_num_seqs and figures.blocks_free >= needed:
-            return
-        others = [
-            item
-            for item in self._running.values()
-            if item.request.priority > request.priority and item.drawn and item.may_be_displaced
-        ]
-        if not others:
-            return
-        item = max(others, key=lambda one: (one.request.priority, one.since))
-        self._report_events()
-        if item.key not in self._running:  # it has just ended, and left its place
-            return
-        key = item.key
-        del self._running[key]
-        item.displace()
-        await self.engine.abort(key)
+    async def _begin_again(self, item: VllmChoice) -> None:
+        """Begin another attempt behind the tokens of a choice; their prefix is cached."""
+        del self._running[item.key]
+        await self.engine.abort(item.key)
+        item.next_attempt()
         await self._start(item)
 
-    async def _end(self, keys: list[str], reason: FinishReason) -> None:
-        if not keys:
-            return
-        for key in keys:
-            self._events.append(self._running.pop(key).ended(reason))
-        await self.engine.abort(keys)
-        self._report_events()
+    def _place_for(self, request: GenerationRequest) -> VllmChoice | None:
+        """Return the youngest choice of a lower priority, if this request would wait.
 
-    def _taken(self, item: RunningChoice) -> TokenEvent | None:
-        """Return what is new of a choice, and forget it if that is its end."""
-        event = item.event()
-        if event is not None and event.finish_reason is not None:
+        vLLM takes no place from a running request while it has blocks for it.
+        """
+        self._report_events()  # one that has just ended leaves its place
+        free, length = self.capacity(), len(request.prompt)
+        if free.free_sequences and free.free_blocks > -(-length // free.block_size):
+            return None
+        return self._running.to_displace(request.priority)
+
+    async def _end(self, items: list[VllmChoice], reason: FinishReason) -> None:
+        for item in items:
             del self._running[item.key]
-            self._figures.finished += 1
-        return event
+            self._events.append(item.ended(reason))
+        if items:
+            await self.engine.abort([item.key for item in items])
 
     def _collected(self) -> tuple[TokenEvent, ...]:
+        """Return the events since the last call, and forget the choices that have ended."""
         events, self._events = self._events, []
-        events += [event for item in tuple(self._running.values()) if (event := self._taken(item))]
+        for item in tuple(self._running.values()):
+            if event := item.event():
+                events.append(event)
+                if event.finish_reason is not None:
+                    del self._running[item.key]
+                elif item.collector is None:
+                    self._wake()
         return tuple(events)
 
     def _report_events(self) -> None:
-        """Report events without a step: of requests that were refused, or ended before they were
-        entered here.
+        """Report events without a step: of requests that were refused or cancelled, or that ended
+        before they were entered here.
         """
         if events := self._collected():
             self._report(events)
 
-    def _report(self, events: tuple[TokenEvent, ...]) -> None:
-        now, stats = time.monotonic(), None
-        self._report_due_s = now + IDLE_REPORT_S
-        if now >= self._stats_due_s or not self._running:
-            stats, self._stats_due_s = self._figures.stats(), now + STATS_EVERY_S
-        self._emit(Frame(events=events, capacity=self.capacity(), stats=stats, ended_s=now))
-
-    def capacity(self) -> Capacity:
-        urgent = sum(item.request.priority == URGENT for item in self._running.values())
-        return self._figures.capacity(len(self._running), urgent)
+    def _report(self, events: tuple[TokenEvent, ...], *, is_step: bool = False) -> None:
+        """Send a frame. Beside requests that run, or while vLLM owes the first step behind one that
+        has expired, only a step is a sign of life.
+        """
+        self._frames.send(
+            events,
+            capacity := self.capacity(),
+            functools.partial(self._figures.stats, capacity),
+            has_work=bool(self._running),
+            has_stepped=is_step or not (self._running or self._awaits_step),
+        )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
+import sys
 from collections.abc import Mapping
-from typing import Any, Final, NoReturn
+from pathlib import Path
+from typing import Any, Final, NoReturn, get_args
 
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -16,23 +20,20 @@ from tokenmill_worker.engines.vllm.config import MAX_LOGPROBS, VllmConfig
 TESTED: Final = ((0, 32), (0, 33))  # minor versions: from, below
 # arguments that follow from the worker's own settings, or on which the adapter depends
 OWNED: Final = {
-    "model": "--model",
-    "dtype": "--dtype",
-    "max_model_len": "--max-model-len",
-    "max_num_seqs": "--max-num-seqs",
-    "max_num_batched_tokens": "--max-num-batched-tokens",
-    "enable_prefix_caching": "--prefix-cache",
-    "trust_remote_code": "--trust-remote-code",
-    "enable_lora": "--adapters",
-    "max_loras": "--max-loras",
-    "logprobs_mode": None,
-    "scheduling_policy": None,
-    "max_logprobs": None,
-    "disable_log_stats": None,
-    "enable_log_requests": None,
-    "skip_tokenizer_init": None,
-    "generation_config": None,
-}
+    **{name: f"use --{name.replace('_', '-')}" for name in (
+        "model", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+        "trust_remote_code", "max_loras",
+    )},
+    "enable_prefix_caching": "use --prefix-cache",
+    "enable_lora": "use --adapters",
+    "reasoning_parser": "use --reasoning-format",
+    "reasoning_parser_plugin": "use --reasoning-format",
+    **dict.fromkeys((
+        "logprobs_mode", "scheduling_policy", "max_logprobs", "disable_log_stats",
+        "enable_log_requests", "skip_tokenizer_init", "generation_config",
+        "structured_outputs_config",
+    ), "the worker sets it"),
+}  # fmt: skip
 
 
 class ArgumentError(ValueError):
@@ -45,8 +46,8 @@ def check_version(version: str) -> None:
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or not first <= (int(found[1]), int(found[2])) < below:
         raise ArgumentError(
-            f"vLLM {version} is not tested with this version of tokenmill: install one from "
-            f"{first[0]}.{first[1]} on, below {below[0]}.{below[1]}"
+            f"vLLM {version} is not tested with this version of tokenmill: {sys.executable} -m pip "
+            f"install 'vllm>={first[0]}.{first[1]},<{below[0]}.{below[1]}'"
         )
 
 
@@ -66,12 +67,20 @@ def engine_args(settings: VllmConfig, folder: str) -> AsyncEngineArgs:
         "disable_log_stats": True,  # the adapter's own logger has the figures
         "enable_log_requests": False,
     }
-    if settings.adapters:
-        chosen |= {"enable_lora": True, "max_loras": settings.max_loras}
+    if folders := settings.adapter_folders.values():
+        rank = max(args.max_lora_rank, *map(_rank_of, folders))
+        rank = next((taken for taken in get_args(MaxLoRARanks) if taken >= rank), rank)
+        chosen |= {"enable_lora": True, "max_loras": settings.max_loras, "max_lora_rank": rank}
     for name, value in chosen.items():
         if value is not None:
             setattr(args, name, value)
     return args
+
+
+def _rank_of(folder: str) -> int:
+    config = json.loads((Path(folder) / "adapter_config.json").read_text("utf-8"))
+    ranks: list[int] = [config.get("r", 0), *config.get("rank_pattern", {}).values()]
+    return max(ranks)
 
 
 def _parsed(folder: str, given: Mapping[str, str]) -> AsyncEngineArgs:
@@ -81,15 +90,13 @@ def _parsed(folder: str, given: Mapping[str, str]) -> AsyncEngineArgs:
         flag.removeprefix("--").replace("-", "_"): (flag, action)
         for action in parser._actions  # argparse has no public list of them
         for flag in action.option_strings
-        if flag.startswith("--")
+        if flag.startswith("--") and not flag.startswith("--no-") and flag != "--help"
     }
     words = [f"--model={folder}"]
     for name, value in given.items():
         known = name.replace("-", "_")
         if known in OWNED:
-            setting = OWNED[known]
-            instead = f"use {setting}" if setting else "the worker sets it"
-            raise ArgumentError(f"--engine-arg {name}: {instead}")
+            raise ArgumentError(f"--engine-arg {name}: {OWNED[known]}")
         if known not in flags:
             near = difflib.get_close_matches(known, flags, n=1)
             hint = f"; is {near[0].replace('_', '-')} meant?" if near else ""
@@ -104,7 +111,7 @@ def _parsed(folder: str, given: Mapping[str, str]) -> AsyncEngineArgs:
             raise ArgumentError(f"--engine-arg {name}: {value!r} is neither true nor false")
 
     def fail(message: str) -> NoReturn:
-        raise ArgumentError(f"--engine-arg: {message}")
+        raise ArgumentError(f"--engine-arg {message.removeprefix('argument --')}")
 
     parser.error = fail
     return AsyncEngineArgs.from_cli_args(parser.parse_args(words))

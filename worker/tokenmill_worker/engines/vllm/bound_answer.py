@@ -18,6 +18,5 @@ class BoundAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     response_format: ResponseFormat | None = None
     thoughts: Thoughts | None = None
     num_resumed: int = 0  # tokens at the end of the prompt that are part of the answer
-    eos: tuple[int, ...] = ()  # the model's own end tokens
     tenant: str = ""  # whose turn a compilation takes
     key: str = ""  # the request, as the adapter names it

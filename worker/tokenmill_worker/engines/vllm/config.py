@@ -6,12 +6,14 @@ import shlex
 from dataclasses import dataclass, fields
 from typing import ClassVar, Final, Literal
 
+from tokenmill_schemas.generation import LOGPROBS_MODES
 from tokenmill_worker.contract.capabilities import STRUCTURED, Capabilities
 from tokenmill_worker.contract.engine_kind import EngineConfigError, EngineKind
 from tokenmill_worker.contract.name_table import read_table
 from tokenmill_worker.contract.setting_fields import field_problems, setting
 
 MAX_LOGPROBS: Final = 100  # at a position, as the queue allows
+MAX_BIASES, MAX_STOP_IDS = 1_024, 128  # of a request; beyond them vLLM's engine core dies (GPUs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class VllmConfig:
 
     def problems(self) -> list[str]:
         """Return one sentence for each setting that cannot work, with the given value."""
-        found = field_problems(self)
+        found = [*field_problems(self), *([] if self.model else ["model must not be empty"])]
         try:
             self.arguments()
         except ValueError as error:
@@ -71,8 +73,11 @@ class VllmConfig:
         return read_table(self.adapters, "name=folder")
 
 
+_NOT_BESIDE_DRAFTS: Final = ("min_p", "logit_bias", "suppress_tokens")
+
+
 def capabilities_of(
-    *, has_grammars: bool, has_adapters: bool, has_position_seeds: bool
+    *, has_grammars: bool, has_adapters: bool, has_position_seeds: bool, has_drafts: bool = False
 ) -> Capabilities:
     """Return the abilities of one loaded vLLM. Seeds go on exactly where its noise is keyed by
     position: its model runner V2.
@@ -88,17 +93,56 @@ def capabilities_of(
         unavailable=(
             "bad_words_ids", "sequence_bias", "no_repeat_ngram_size", "begin_suppress_tokens",
             "forced_bos_token_id", "forced_eos_token_id",
+            *(_NOT_BESIDE_DRAFTS if has_drafts else ()),
         ),
-        limits={
-            "temperature": (0.0, 2.0),
-            "presence_penalty": (-2.0, 2.0),
-            "frequency_penalty": (-2.0, 2.0),
-        },
+        limits={"temperature": (0.0, 2.0)},
     )  # fmt: skip
 
+
+_GRAMMAR: Final = "our grammar, placed in vLLM's engine core"
+_UNCACHED: Final = "the prompt is computed without the prefix cache"
+_NO_DRAFTS: Final = "refused beside speculative-config"
+_BIASES: Final = f"together with {{}} at most {MAX_BIASES:,} tokens; {_NO_DRAFTS}"
+_PENALTIES: Final = (
+    f"counts {MAX_BIASES:,} different tokens before a take-over; none there beside "
+    "speculative-config"
+)
+NOTES: Final = {
+    "temperature": "refused beyond; below 0.01, but for 0, as 0.01",
+    "seed": "goes on exactly with model runner V2 (GPUs); else (CPU) another draw after a "
+    "take-over, or after its place was taken",
+    "stop_token_ids": f"beside min_tokens at most {MAX_STOP_IDS}, with the model's own",
+    "presence_penalty": f"{_PENALTIES}; begins again behind each token that occurs on both sides",
+    "frequency_penalty": _PENALTIES,
+    "repetition_penalty": "the two other penalties then count from before a take-over exactly for "
+    "each token whose logit stays above 0",
+    "logit_bias": _BIASES.format("suppress_tokens"),
+    "suppress_tokens": _BIASES.format("logit_bias"),
+    "n": "a request of vLLM for each choice, so that one can be cancelled or resumed alone",
+    **dict.fromkeys(("response_format", "tools", "thinking_budget"), _GRAMMAR),
+    "speculate": "does nothing: drafts are vLLM's, by speculative-config",
+    "min_p": _NO_DRAFTS,
+    "logprobs_mode": f"refused but for {LOGPROBS_MODES[0]}",
+    **dict.fromkeys(("prompt_logprobs", "continuations"), _UNCACHED),
+    "echo": f"with log-probabilities {_UNCACHED}",
+    "priority": "interactive: takes the place of the youngest choice of a lower class",
+    "tenant": "separates prefix caches; tenants take turns in the queue alone",
+    "deadline_ms": "checked ten times a second",
+}
+# arguments of vLLM that do what settings of our engine do
+INSTEAD: Final = {
+    "quantization": "quantization", "attention": "attention-backend", "kv_dtype": "kv-cache-dtype",
+    "max_memory_percent": "gpu-memory-utilization", "max_memory_gib": "kv-cache-memory-bytes",
+    "cpu_offload_gib": "kv-offloading-size", "enable_chunked_prefill": "enable-chunked-prefill",
+    "long_prefill_token_threshold": "long-prefill-token-threshold", "cuda_graphs": "enforce-eager",
+    "speculative_tokens": "speculative-config", "draft_model": "speculative-config",
+}  # fmt: skip
 
 KIND: Final = EngineKind(
     config=VllmConfig,
     settings=tuple(field.name for field in fields(VllmConfig)),
     capabilities=capabilities_of(has_grammars=True, has_adapters=True, has_position_seeds=True),
+    notes=NOTES,
+    instead={name: f"--engine-arg {argument}=…" for name, argument in INSTEAD.items()},
+    packages={"vllm": "vllm", "jsonschema_rs": "jsonschema-rs"},
 )

@@ -6,52 +6,56 @@ attempt has drawn, which end vLLM's prompt.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from tokenmill_worker.engines.own.model.generation_config import read_defaults
 from tokenmill_worker.engines.own.model.vocabulary import vocabulary
+from tokenmill_worker.engines.own.sampling.grammar.bitmasks import allow_only
 from tokenmill_worker.engines.own.sampling.grammar.compiler import GrammarCompiler
 from tokenmill_worker.engines.own.sampling.grammar.thoughts import ThoughtsMatcher
 from tokenmill_worker.engines.vllm.bound_answer import BoundAnswer
 
 
-def matched(model_config: Any, request: Any, answer: BoundAnswer) -> Any:
-    """Return the grammar of a request, behind what it resumes. Raises GrammarError."""
-    stops = answer.eos
-    matcher = None
-    if answer.response_format is not None:
-        compiler = _compiler(
-            model_config.model,
-            model_config.get_vocab_size(),
-            stops,
-            model_config.trust_remote_code,
-        )
-        matcher = compiler.compile(answer.response_format, answer.tenant).result()()
-    if answer.thoughts is not None:
-        matcher = ThoughtsMatcher(answer.thoughts, matcher, stops)
-    grammar = MatchedGrammar(matcher, stops)
-    count = answer.num_resumed
-    if count and not grammar.accept_tokens(request.request_id, request.prompt_token_ids[-count:]):
-        raise ValueError("the answer so far does not follow its grammar")
-    return grammar
+class CoreGrammars:
+    """Makes the grammars of one engine core. It reads the model's tokens, and starts the process
+    that compiles grammars, before the first step: beside steps, that takes minutes on few cores.
+    """
 
+    def __init__(self, config: Any) -> None:
+        folder, size = Path(config.model), config.get_vocab_size()
+        self._stops = frozenset(read_defaults("model", folder).end_ids(config.hf_text_config))
+        words = vocabulary(folder, size, self._stops, config.trust_remote_code)
+        self._compiler = None
+        if words is not None:
+            self._compiler = GrammarCompiler(
+                words.info, special_ids=words.special_ids, encode=words.encode
+            )
+            self._compiler.start()
 
-@functools.cache  # one engine core has one model
-def _compiler(folder: str, vocab_size: int, stops: tuple[int, ...], is_trusted: bool) -> Any:
-    words = vocabulary(Path(folder), vocab_size, frozenset(stops), is_trusted)
-    if words is None:
-        raise ValueError("response_format is not available: the model has no tokenizer")
-    return GrammarCompiler(words.info, special_ids=words.special_ids, encode=words.encode)
+    def matched(self, request: Any, answer: BoundAnswer) -> MatchedGrammar:
+        """Return the grammar of a request, behind what it resumes. Raises GrammarError."""
+        matcher = None
+        if answer.response_format is not None:
+            if self._compiler is None:
+                raise ValueError("response_format is not available: the model has no tokenizer")
+            matcher = self._compiler.compile(answer.response_format, answer.tenant).result()()
+        if answer.thoughts is not None:
+            matcher = ThoughtsMatcher(answer.thoughts, matcher, tuple(self._stops))
+        grammar, count = MatchedGrammar(matcher, self._stops), answer.num_resumed
+        resumed = request.prompt_token_ids[-count:] if count else []
+        if not grammar.accept_tokens(request.request_id, resumed):
+            raise ValueError("the answer so far does not follow its grammar")
+        return grammar
 
 
 class MatchedGrammar(StructuredOutputGrammar):
     """One answer's matcher. It ends with an end token behind what the grammar requires."""
 
-    def __init__(self, matcher: Any, stops: tuple[int, ...]) -> None:
-        self._matcher, self._stops, self._has_ended = matcher, frozenset(stops), False
+    def __init__(self, matcher: Any, stops: frozenset[int]) -> None:
+        self._matcher, self._stops, self._has_ended = matcher, stops, False
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         return all(map(self._accept, tokens))
@@ -85,10 +89,7 @@ class MatchedGrammar(StructuredOutputGrammar):
         if not self._matcher.is_terminated():
             self._matcher.fill_next_token_bitmask(bitmask, batch_index)
             return
-        row = bitmask[batch_index].numpy().view("uint32")
-        row[:] = 0
-        for token in self._stops:
-            row[token // 32] |= 1 << (token % 32)
+        allow_only(bitmask[batch_index], sorted(self._stops))
 
     def is_terminated(self) -> bool:
         return self._has_ended

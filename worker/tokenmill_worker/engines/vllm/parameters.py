@@ -1,16 +1,23 @@
-"""Translates a request's parameters into vLLM's. What vLLM cannot do, the capabilities name."""
+"""Translates a choice's parameters into vLLM's. What vLLM cannot do, the capabilities name.
+
+vLLM reads the resumed tokens of an answer as prompt, so what counts an answer's tokens is corrected
+here: its limits, and by biases its penalties.
+"""
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from typing import Any, Final
 
 import msgspec
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from tokenmill_schemas.generation import TokenLogprob
-from tokenmill_worker.contract.requests import GenerationRequest, choice_seed
+from tokenmill_worker.contract.requests import choice_seed
 from tokenmill_worker.engines.vllm.bound_answer import EXTRA, BoundAnswer
+from tokenmill_worker.engines.vllm.choices import VllmChoice
+from tokenmill_worker.engines.vllm.config import MAX_BIASES, MAX_STOP_IDS
 
 _SEEDS: Final = (1 << 63) - 1  # vLLM takes signed ones
 FORBIDDEN: Final = -1e9  # bias of a token that must not occur
@@ -22,38 +29,29 @@ _NEVER_TEXT: Final[dict[str, Any]] = {
 
 
 def sampling_params(
-    request: GenerationRequest,
-    choice: int,
-    resumed: tuple[int, ...],
-    limit: int,
-    key: str,
-    *,
-    eos: tuple[int, ...],
-    has_position_seeds: bool,
+    item: VllmChoice, eos: tuple[int, ...], *, has_position_seeds: bool, has_biases: bool
 ) -> SamplingParams:
-    """Return vLLM's parameters of one choice of at most `limit` tokens, which continues behind the
-    tokens `resumed`.
+    """Return vLLM's parameters of a choice. Raises ValueError for what vLLM has no room for.
 
-    vLLM reads resumed tokens as prompt, so what counts an answer's tokens is corrected: the limits
-    here, a frequency penalty by a bias. A presence penalty counts a token twice that occurs in both
-    parts. Without `has_position_seeds` a seed is another one behind each place, because the first
-    draws would repeat themselves.
+    Without `has_position_seeds` a seed is another one behind each place, because the first draws
+    would repeat themselves. Without `has_biases` the penalties count from the place on.
     """
-    params = request.params
-    if request.given:
+    params, num_resumed = item.request.params, len(item.resumed)
+    if item.given:
         return SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=params.num_top_logprobs, **_NEVER_TEXT
         )
-    numbers = params.numbers
-    seed = params.seed
+    if params.min_tokens and len({*params.stop_token_ids, *eos}) > MAX_STOP_IDS:
+        raise ValueError(f"beside min_tokens, vLLM takes {MAX_STOP_IDS} stop_token_ids")
+    numbers, seed = params.numbers, params.seed
     if seed is not None:
-        seed = choice_seed(seed & _SEEDS, choice)
-        if resumed and not has_position_seeds:
-            seed = choice_seed(seed, len(resumed) + 1)
+        seed = choice_seed(seed & _SEEDS, item.index)
+        if num_resumed and not has_position_seeds:
+            seed = choice_seed(seed, num_resumed + 1)
     is_greedy = numbers.temperature == 0.0
     return SamplingParams(
-        max_tokens=limit - len(resumed),
-        min_tokens=max(0, min(params.min_tokens, limit) - len(resumed)),
+        max_tokens=item.limit - num_resumed,
+        min_tokens=max(0, min(params.min_tokens, item.limit) - num_resumed),
         temperature=numbers.temperature,
         top_p=numbers.top_p or 1.0,
         top_k=1 if numbers.top_p == 0.0 and not is_greedy else max(0, numbers.top_k),
@@ -64,46 +62,46 @@ def sampling_params(
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=numbers.repetition_penalty,
-        logit_bias=_biases(request, resumed) or None,
+        logit_bias=_biases(item, has_biases) or None,
         logprobs=params.num_top_logprobs if params.wants_logprobs else None,
-        prompt_logprobs=params.prompt_logprobs if choice == 0 and not resumed else None,
-        **_constrained(request, len(resumed), key, eos),
+        prompt_logprobs=params.prompt_logprobs if item.index == 0 and not num_resumed else None,
+        **_constrained(item),
         **_NEVER_TEXT,
     )
 
 
-def _biases(request: GenerationRequest, resumed: tuple[int, ...]) -> dict[int, float]:
-    params = request.params
-    biases = {int(token): float(bias) for token, bias in params.logit_bias.items()}
-    for token in resumed if params.frequency_penalty else ():
-        biases[token] = biases.get(token, 0.0) - params.frequency_penalty
-    if params.presence_penalty:
-        for token in set(resumed):
-            biases[token] = biases.get(token, 0.0) - params.presence_penalty
-    return biases | dict.fromkeys(params.suppress_tokens, FORBIDDEN)
+def _biases(item: VllmChoice, has_biases: bool) -> dict[int, float]:
+    """Return the biases that a request names, less what its penalties take from resumed tokens.
+
+    vLLM adds biases, then divides a logit above 0 by the repetition penalty. So the penalties are
+    exact for each token whose logit is above 0 also behind them.
+    """
+    params = item.request.params
+    biases = dict(params.logit_bias) | dict.fromkeys(params.suppress_tokens, FORBIDDEN)
+    if len(biases) > MAX_BIASES:
+        raise ValueError(f"logit_bias and suppress_tokens may have {MAX_BIASES} ids with vLLM")
+    presence, frequency = params.presence_penalty, params.frequency_penalty
+    if not has_biases or not (presence or frequency):
+        return biases
+    factor = params.numbers.repetition_penalty
+    penalties = {
+        token: factor * (presence + frequency * count)
+        for token, count in Counter(item.resumed).items()
+    }
+    greatest = heapq.nlargest(
+        MAX_BIASES - len(biases), penalties, key=lambda token: abs(penalties[token])
+    )
+    return biases | {token: biases.get(token, 0.0) - penalties[token] for token in greatest}
 
 
-def _constrained(
-    request: GenerationRequest, num_resumed: int, key: str, eos: tuple[int, ...]
-) -> dict[str, Any]:
+def _constrained(item: VllmChoice) -> dict[str, Any]:
     """Name our grammar; vLLM itself learns only that there is one."""
+    request = item.request
     form, thoughts = request.params.response_format, request.thoughts
     if form is None and thoughts is None:
         return {}
-    answer = msgspec.json.encode(
-        BoundAnswer(form, thoughts, num_resumed, eos, request.tenant, key)
-    ).decode()
+    answer = BoundAnswer(form, thoughts, len(item.resumed), request.tenant, item.key)
     return {
         "structured_outputs": StructuredOutputsParams(json_object=True),
-        "extra_args": {EXTRA: answer},
+        "extra_args": {EXTRA: msgspec.json.encode(answer).decode()},
     }
-
-
-def logprob_of(entry: dict[int, Any], token: int, most: int) -> TokenLogprob:
-    """Return the log-probability of `token` at one position, and the `most` likely tokens there."""
-    ranked = sorted(
-        (item.rank, id_, item.logprob) for id_, item in entry.items() if item.rank <= most
-    )
-    return TokenLogprob(
-        entry[token].logprob, tuple((id_, value) for _, id_, value in ranked[:most])
-    )

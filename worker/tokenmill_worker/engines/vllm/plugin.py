@@ -1,25 +1,32 @@
-"""A plugin of vLLM's: gives it our grammars, and ends each of its processes with their parent.
+"""A plugin of vLLM's: gives it our grammars, ends each of its processes with their parent, and
+passes on what vLLM does not: why a grammar was refused, and of what an engine core has died.
 
 vLLM calls `install` in each of its processes, before anything is loaded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import logging
 import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from tokenmill_worker.engines.own.errors import why
 from tokenmill_worker.engines.vllm.bound_answer import EXTRA, BoundAnswer
 
 # Set by the engine process: the plugin does nothing elsewhere, as under `vllm serve`. Its value is
-# a folder where the core writes why it has refused a grammar, which vLLM does not pass on.
-VARIABLE: Final = "TOKENMILL_VLLM_REFUSALS"
+# a folder of notes for the engine process.
+VARIABLE: Final = "TOKENMILL_VLLM_NOTES"
+ERROR: Final = "error"  # key of the note on the last error in another process
+BURST_S: Final = 10.0  # an error that follows another within this time is its consequence
 _CREATE: Final = "_create_grammar"  # the only private name of vLLM's that is used
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -28,29 +35,39 @@ def install() -> None:
     """Prepare one of vLLM's processes."""
     if VARIABLE not in os.environ:  # noqa: TID251 - vLLM passes nothing else on to its processes
         return
-    if multiprocessing.parent_process() is not None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:  # it died before
-            os._exit(3)
     manager = _manager()
-    original = getattr(manager, _CREATE, None)
-    if original is None or hasattr(original, "of_tokenmill"):
+    begin, original = manager.__init__, getattr(manager, _CREATE, None)
+    if hasattr(original, "of_tokenmill"):
         return
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent.pid:  # it died before
+            os._exit(3)
+        logging.getLogger("vllm").addHandler(_ErrorNotes(logging.ERROR))
+    if original is None:
+        return
+
+    def begun(self: Any, config: Any) -> None:
+        # only now vLLM can be imported
+        from tokenmill_worker.engines.vllm.grammars import CoreGrammars
+
+        begin(self, config)
+        self.of_tokenmill = CoreGrammars(config.model_config)
 
     def create(self: Any, request: Any) -> Any:
         extra = request.sampling_params.extra_args or {}
         if EXTRA not in extra:
             return original(self, request)
         answer = msgspec.json.decode(extra[EXTRA], type=BoundAnswer)
-        from tokenmill_worker.engines.vllm.grammars import matched  # only now vLLM can be imported
-
         try:
-            return matched(self.vllm_config.model_config, request, answer)
+            return self.of_tokenmill.matched(request, answer)
         except Exception as error:
-            _refusal(answer.key).write_text(str(error), "utf-8")
+            _note(answer.key).write_text(str(error), "utf-8")
             raise
 
     create.of_tokenmill = True  # type: ignore[attr-defined]
+    manager.__init__ = begun
     setattr(manager, _CREATE, create)
 
 
@@ -58,18 +75,29 @@ def is_installed() -> bool:
     return hasattr(getattr(_manager(), _CREATE, None), "of_tokenmill")
 
 
-def refusal_of(key: str) -> str | None:
-    """Return why the engine core has refused the grammar of a request, and forget it."""
-    path = _refusal(key)
+class _ErrorNotes(logging.Handler):
+    """Notes the first of errors that follow each other: the others are its consequences."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note, error = _note(ERROR), record.exc_info[1] if record.exc_info else None
+        with contextlib.suppress(OSError):  # the engine process has ended
+            if not note.exists() or record.created - note.stat().st_mtime > BURST_S:
+                note.write_text(why(error) if error else record.getMessage(), "utf-8")
+
+
+def taken_note(key: str, newer_than_s: float | None = None) -> str:
+    """Return what another process has noted under a key, and forget it; nothing if it is older."""
+    path = _note(key)
     try:
-        words = path.read_text("utf-8")
+        age_s = time.time() - path.stat().st_mtime
+        words = "" if newer_than_s is not None and age_s > newer_than_s else path.read_text("utf-8")
+        path.unlink()
     except OSError:
-        return None
-    path.unlink(missing_ok=True)
+        return ""
     return words
 
 
-def _refusal(key: str) -> Path:
+def _note(key: str) -> Path:
     name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     return Path(os.environ[VARIABLE]) / name  # noqa: TID251
 

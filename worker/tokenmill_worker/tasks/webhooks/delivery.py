@@ -20,7 +20,13 @@ from tokenmill.webhooks import sign, tenant_secret
 from tokenmill_schemas.codec import DecodeError, decode_result
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.result import ChoiceResult, JobError, JobStatus, Usage
-from tokenmill_schemas.webhook import WebhookChoice, WebhookEvent, WebhookJob
+from tokenmill_schemas.webhook import (
+    ApiEvent,
+    ApiEventData,
+    WebhookChoice,
+    WebhookEvent,
+    WebhookJob,
+)
 from tokenmill_worker.tasks.webhooks.addresses import AddressRefused, AddressUnknown
 from tokenmill_worker.tasks.webhooks.http_sender import Reply, Sender, SendFailed
 from tokenmill_worker.tasks.webhooks.outbox import Attempt, Outbox, OutboxLease
@@ -82,7 +88,7 @@ class WebhookDelivery:
         return self._failed(attempt, words, reply, is_final=reply.is_final)
 
     def _send(self, attempt: Attempt) -> Reply:
-        body = msgspec.json.encode(event_of(attempt))
+        body = msgspec.json.encode(body_of(attempt))
         sent_at = int(self._clock())
         headers = {
             "Content-Type": "application/json",
@@ -107,6 +113,21 @@ class WebhookDelivery:
 
     def _now_ms(self) -> int:
         return round(self._clock() * 1000)
+
+
+def body_of(attempt: Attempt) -> WebhookEvent | ApiEvent:
+    """Build the body: our own about a job, OpenAI's about a response or a batch of the gateway."""
+    message = attempt.message
+    kind, _, _ = message["event"].partition(".")
+    if kind == "job":
+        return event_of(attempt)
+    about = message["job_id"]
+    return ApiEvent(
+        id=f"evt_{attempt.id.removeprefix('msg_')}",
+        created_at=message["ended_ms"] // 1000,
+        type=message["event"],
+        data=ApiEventData(f"resp_{about}" if kind == "response" else about),
+    )
 
 
 def event_of(attempt: Attempt) -> WebhookEvent:

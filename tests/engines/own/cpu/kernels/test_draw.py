@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engines.own.cpu.instruction_sets import skip_unless_runs
 from tests.engines.own.sampling.helpers import make_sampler, make_sequence, plan_item
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own.cpu.kernels.draw import DrawKernel
@@ -101,10 +102,8 @@ def test_a_row_is_drawn_alike_by_any_number_of_threads_and_from_rows_with_gaps()
 
 
 @pytest.mark.parametrize("march", ["x86-64-v3", "x86-64"])
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="another processor"
-)
 def test_kernels_with_narrower_vectors_draw_the_same_tokens(march: str) -> None:
+    skip_unless_runs(march)
     logits = torch.randn(len(WAYS), 333, generator=torch.Generator().manual_seed(3)) * 3
     items = [plan_item(make_sequence(params, seed=row)) for row, params in enumerate(WAYS)]
     native, narrow = make_sampler(333), make_sampler(333, kernel=DrawKernel(march=march))

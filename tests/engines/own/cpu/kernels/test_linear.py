@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.engines.own.cpu.instruction_sets import skip_unless_runs
 from tokenmill_worker.engines.own.cpu.kernels.library import load
 from tokenmill_worker.engines.own.cpu.kernels.linear import Epilogue, LinearKernels, pack_gated
 from tokenmill_worker.engines.own.cpu.kernels.toolchain import KernelUnavailableError
@@ -14,6 +15,7 @@ from tokenmill_worker.engines.own.cpu.kernels.toolchain import KernelUnavailable
 @pytest.fixture(scope="module", params=["native", "x86-64-v3", "x86-64"])
 def kernels(request):
     """The machine's own instruction set, and the narrower forms that other machines take."""
+    skip_unless_runs(request.param)
     try:
         load("linear", None, request.param)
     except KernelUnavailableError as error:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engines.own.cpu.instruction_sets import skip_unless_runs
 from tests.engines.own.cpu.kernels.layer import arguments_of, refuse
 from tokenmill_worker.engines.own.cpu.kernels.exact_pack import ExactPacker
 from tokenmill_worker.engines.own.cpu.kernels.library import load
@@ -51,6 +52,7 @@ def behind_norm(packed: PackedWeight, x: Tensor, norm: Tensor, threads: int) -> 
 def test_a_layer_with_a_fused_norm_equals_norm_then_layer_bit_for_bit(
     form: str, march: str, uses_amx: bool
 ) -> None:
+    skip_unless_runs(march)
     try:
         load("linear", None, march)
     except KernelUnavailableError as error:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.engines.own.cpu.instruction_sets import skip_unless_runs
 from tokenmill_worker.engines.own.cpu.kernels.library import load
 from tokenmill_worker.engines.own.cpu.kernels.linear import Epilogue, LinearKernels, pack_gated
 from tokenmill_worker.engines.own.cpu.kernels.quantized import (
@@ -30,22 +31,12 @@ MARCHES = [
 
 @pytest.fixture(scope="module", params=MARCHES)
 def march(request):
+    skip_unless_runs(request.param)
     try:
         load("linear_int8", None, request.param)
         load("linear_int4", None, request.param)
     except KernelUnavailableError as error:
         pytest.skip(str(error))
-    if request.param == "native":
-        return request.param
-    flags = _cpu_flags()
-    needed = {
-        "icelake-server": {"avx512_vnni", "avx512_vbmi2", "gfni"},
-        "x86-64-v4": {"avx512bw", "avx512vl"},
-        "alderlake": {"avx_vnni", "gfni"},
-        "x86-64-v3": {"avx2", "fma"},
-    }
-    if missing := needed.get(request.param, set()) - flags:
-        pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
     return request.param
 
 
@@ -57,12 +48,6 @@ def int8(march):
 @pytest.fixture(scope="module")
 def int4(march):
     return Int4Packer(march=march, uses_amx=False)
-
-
-def _cpu_flags():
-    with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123
-        line = next((line for line in file if line.startswith("flags")), "")
-    return set(line.split())
 
 
 def integers(*shape):

@@ -118,7 +118,7 @@ def test_a_unit_that_stores_its_own_results_is_never_computed_twice() -> None:
     assert phase.computed.value == 64
 
 
-@pytest.mark.parametrize("rounds", [15, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [15, pytest.param(60, marks=pytest.mark.slow)])
 def test_more_threads_than_cores_do_every_unit_once(rounds: int) -> None:
     """More threads than cores, and sleeps at random places."""
     seed = random.Random(rounds)

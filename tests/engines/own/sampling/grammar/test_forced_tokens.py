@@ -226,18 +226,28 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("wanted", LONG.values(), ids=LONG)
-def test_a_forced_text_is_bounded_before_it_is_computed(
-    wanted: ResponseFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tokenizer gets no more than a draft can hold, and the matcher is walked no further."""
+@pytest.fixture(scope="module")
+def recording() -> tuple[GrammarCompiler, list[int]]:
+    """A compiler whose tokenizer knows no text, and the lengths of the texts that it was given."""
     lengths: list[int] = []
-    walked = 0
-    forced_byte = TextMatcher._forced_byte
 
     def encode(text: str) -> list[int]:
         lengths.append(len(text.encode()))
         return []
+
+    return GrammarCompiler.from_vocab(VOCAB, [EOS], encode=encode), lengths
+
+
+@pytest.mark.parametrize("wanted", LONG.values(), ids=LONG)
+def test_a_forced_text_is_bounded_before_it_is_computed(
+    wanted: ResponseFormat,
+    recording: tuple[GrammarCompiler, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tokenizer gets no more than a draft can hold, and the matcher is walked no further."""
+    compiler, lengths = recording
+    walked = 0
+    forced_byte = TextMatcher._forced_byte
 
     def count(matcher: TextMatcher) -> bytes:
         nonlocal walked
@@ -245,7 +255,6 @@ def test_a_forced_text_is_bounded_before_it_is_computed(
         return forced_byte(matcher)
 
     monkeypatch.setattr(TextMatcher, "_forced_byte", count)
-    compiler = GrammarCompiler.from_vocab(VOCAB, [EOS], encode=encode)
     matcher = compiler.compile(wanted).result(120)()
     for _ in range(5):
         lengths.clear()

@@ -109,11 +109,15 @@ def assert_person(text: str) -> None:
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.integers(0, 10_000), st.sampled_from([0.0, 0.7, 1.5]), st.sampled_from([1.0, 0.9]))
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    top_p=st.sampled_from([1.0, 0.9]),
+)
 def test_random_logits_give_texts_of_the_grammar(
-    seed: int, temperature: float, top_p: float
+    compiler: GrammarCompiler, seed: int, temperature: float, top_p: float
 ) -> None:
-    sampler = make_sampler(GrammarCompiler.from_vocab(VOCAB, [EOS]))
+    sampler = make_sampler(compiler)
     options = {"temperature": temperature, "top_p": top_p}
     sequences = [
         structured(wanted, seed + i, **options) for i, wanted in enumerate((JSON, DATE, SUM))

@@ -21,6 +21,13 @@ KIND = EngineKind(
         field.name for field in dataclasses.fields(EngineConfig) if "help" in field.metadata
     ),
     capabilities=CAPABILITIES,
-)
+    packages=dict.fromkeys(
+        (
+            "torch", "transformers", "safetensors", "numpy", "xgrammar", "jsonschema_rs",
+            "llguidance", "filelock", "tqdm",
+        ),
+        "'.[engine]' in tokenmill's folder",
+    ),
+)  # fmt: skip
 
 __all__ = ["KIND", "AttentionName", "EngineConfig", "EngineConfigError", "Quantization"]

@@ -12,7 +12,12 @@ from typing import ClassVar, Literal
 
 from tokenmill_worker.contract.engine_kind import EngineConfigError
 from tokenmill_worker.contract.name_table import read_table
-from tokenmill_worker.contract.setting_fields import direct_value, field_problems, setting
+from tokenmill_worker.contract.setting_fields import (
+    SPLIT_BY_VLLM,
+    direct_value,
+    field_problems,
+    setting,
+)
 from tokenmill_worker.engines.own.config.machine import total_memory
 from tokenmill_worker.engines.own.config.prefill_limits import PrefillLimits
 from tokenmill_worker.engines.own.types import SchedulingPolicy
@@ -150,7 +155,7 @@ class EngineConfig:
         "speculative-tokens per step, beside the prompt, while that pays",
     )
     cuda_graphs: bool | None = setting(
-        None, "replay steps as CUDA graphs (default: on where CUDA is, on one rank)"
+        None, "replay steps as CUDA graphs (default: on where CUDA is)"
     )
     max_cached_graphs: int = direct_value(256, minimum=1)
     # query tokens of mixed steps are padded to multiples of this
@@ -165,7 +170,7 @@ class EngineConfig:
         "use)",
         minimum=1,
     )
-    tensor_parallel: bool = setting(False, "split the model over the ranks of torchrun")
+    tensor_parallel: object = direct_value(None)  # refused
     trust_remote_code: bool = setting(False, "run code that comes with the model")
     verify_model: bool = setting(
         True, "compare the engine's logits with the model's own at the start; end on a difference"
@@ -217,9 +222,7 @@ class EngineConfig:
             not (self.draft_model and self.max_read_tokens),
             "draft_model cannot be used with max_read_tokens, which does not limit its passes",
         )
-        for name in ("adapters", "async_batching", "draft_model"):
-            is_wrong = getattr(self, name) and self.tensor_parallel
-            require(not is_wrong, f"{name} cannot be used with tensor_parallel")
+        require(not self.tensor_parallel, f"tensor_parallel {SPLIT_BY_VLLM}")
         try:
             _ = self.adapter_folders
         except ValueError as error:

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.cuda.fused import fuse_where_possible
 from tokenmill_worker.engines.own.cuda.graphs import (
-    Capture,
-    CommonCapture,
     CudaCapture,
     GraphRunner,
     graph_sizes,
@@ -47,7 +45,6 @@ class CudaDevice(Device):
         """Return whether torch multiplies in 8 bits with a scale per row here."""
         return (
             config.quantization == "fp8"
-            and not config.tensor_parallel
             and next(model.parameters()).dtype == torch.bfloat16
             and torch.cuda.get_device_capability(self.torch_device) >= (8, 9)
             and find_spec("triton") is not None
@@ -86,10 +83,7 @@ class CudaDevice(Device):
     ) -> GraphRunner | None:
         if not config.cuda_graphs:
             return None
-        capture: Capture = CudaCapture(self.torch_device)
-        if config.tensor_parallel:
-            capture = CommonCapture(capture)
-        return GraphRunner(forward, config, max_model_len, capture)
+        return GraphRunner(forward, config, max_model_len, CudaCapture(self.torch_device))
 
     def graph_sizes(self, config: EngineConfig, max_model_len: int) -> GraphSizes:
         return graph_sizes(config, max_model_len)

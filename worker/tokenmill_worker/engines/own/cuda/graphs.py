@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tokenmill_worker.engines.own.attention.common_prefix import LEAST_SEQS
@@ -100,31 +99,6 @@ class CudaCapture:
         finally:
             torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
         return CapturedGraph(graph.replay, output)
-
-
-class CommonCapture:
-    """Captures on every rank of a tensor-parallel model, or on none.
-
-    All ranks run the same steps, so they capture the same shapes at the same time. Without a common
-    decision, one of them would run a step that the others replay, with other collectives.
-    """
-
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
-
-    def __call__(self, run: Callable[[], Tensor]) -> CapturedGraph:
-        graph, refusal = None, CaptureError("another rank cannot capture it")
-        try:
-            graph = self._capture(run)
-        except CaptureError as error:
-            refusal = error
-        on_cuda = dist.get_backend() == "nccl"
-        captured = torch.tensor(graph is not None, dtype=torch.int32)
-        captured = captured.cuda() if on_cuda else captured
-        dist.all_reduce(captured, dist.ReduceOp.MIN)
-        if graph is None or not captured.item():
-            raise refusal
-        return graph
 
 
 @contextlib.contextmanager

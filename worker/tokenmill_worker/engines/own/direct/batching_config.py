@@ -17,15 +17,15 @@ from tokenmill_worker.engines.own.types import SchedulingPolicy
 
 _LEAST_SEQS = 64  # of a step, where no setting limits it
 _COMPILED = "nothing is compiled by torch: the engine has fused layers of its own"
-_COLLECTIVES = "the engine's ranks have the groups of torchrun"
+_ONE_DEVICE = "the engine runs on one device"
 _REFUSED = {
     "max_blocks_per_request": "block tables grow with their requests",
     "varlen_compile_config": _COMPILED,
     "decode_compile_config": _COMPILED,
     "default_compile_level": _COMPILED,
     "use_default_compile_configs": _COMPILED,
-    "disable_nccl_graph_mixing": _COLLECTIVES,
-    "cpu_group_timeout": _COLLECTIVES,
+    "disable_nccl_graph_mixing": _ONE_DEVICE,
+    "cpu_group_timeout": _ONE_DEVICE,
 }
 _LEAST = {"page_size": 1, "block_size": 1, "max_requests_per_batch": 1, "max_queue_size": 0}
 

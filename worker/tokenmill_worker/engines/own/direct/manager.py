@@ -21,7 +21,7 @@ from tokenmill_worker.contract.requests import GenerationRequest, Prompt
 from tokenmill_worker.engines.own.direct import request_arguments as arguments
 from tokenmill_worker.engines.own.direct.results import RequestOutput, ResultHandler, Results
 from tokenmill_worker.engines.own.engine import Engine
-from tokenmill_worker.engines.own.errors import EngineError, refusal_event
+from tokenmill_worker.engines.own.errors import EngineError
 from tokenmill_worker.engines.own.execution.warm_up import warm_up
 
 log = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ class ContinuousBatchingManager:
                 self._inbox += requests
                 self._changed.notify_all()
             else:
-                self._results.deliver([refusal_event(one.request_id, refusal) for one in requests])
+                self._results.deliver([refusal.event(one.request_id) for one in requests])
             return name
 
     def _wait_for_room(self) -> None:

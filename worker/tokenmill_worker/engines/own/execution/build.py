@@ -16,7 +16,6 @@ from tokenmill_worker.engines.own.config.machine import usable_cores
 from tokenmill_worker.engines.own.cpu.device import CpuDevice
 from tokenmill_worker.engines.own.cuda.device import CudaDevice
 from tokenmill_worker.engines.own.device import Device
-from tokenmill_worker.engines.own.execution import ranks
 from tokenmill_worker.engines.own.execution.interface import RunnerInfo
 from tokenmill_worker.engines.own.execution.memory import size_cache, with_step_that_fits
 from tokenmill_worker.engines.own.execution.parts import build_parts
@@ -107,8 +106,6 @@ def build_runner(
         )
     config = with_step_that_fits(given, config, loaded, backend, dtype)
     cache_config, length = size_cache(loaded, config, backend, dtype, may_shorten)
-    if config.tensor_parallel:
-        cache_config = ranks.smallest_common_cache(cache_config)
     config = config.replace(attention=backend.name, max_model_len=length)
 
     def allocate(num_blocks: int, where: Device) -> KVCachePool:
@@ -169,16 +166,13 @@ def resolved(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
         kv_dtype=str(kv_dtype(config, loaded.dtype)).removeprefix("torch."),
         device=str(loaded.device.torch_device),
         max_model_len=loaded.max_model_len,
-        # with several ranks only if asked for: no captured collective has run on a device
-        # nor has one of recurrent layers
+        # with recurrent layers only if asked for: no capture of them has run on a device
         cuda_graphs=(
-            queues_work and not config.tensor_parallel and not loaded.state_bytes
+            queues_work and not loaded.state_bytes
             if config.cuda_graphs is None
             else config.cuda_graphs
         ),
-        # the other ranks receive a token with the next plan
-        async_batching=(may_run_ahead if config.async_batching is None else config.async_batching)
-        and not config.tensor_parallel,
+        async_batching=may_run_ahead if config.async_batching is None else config.async_batching,
     )
 
 

@@ -22,10 +22,6 @@ def load_runner(
 
     Raises EngineConfigError, or OSError if the model is not found.
     """
-    if config.tensor_parallel:
-        from tokenmill_worker.engines.own.execution.tensor_parallel import TensorParallelRunner
-
-        return TensorParallelRunner.load(config, cache_dir, on_progress)
     from tokenmill_worker.engines.own.execution.build import load_model_runner
 
     return load_model_runner(config, cache_dir, on_progress)

@@ -92,9 +92,8 @@ def with_step_that_fits(
     backend: AttentionBackend,
     kv_dtype: torch.dtype,
 ) -> EngineConfig:
-    """Halve the limits of a step that `given` leaves open, until a step leaves room for the cache.
-
-    Several ranks keep theirs, since the limits must be the same on all of them.
+    """Halve the limits of a step that `given` leaves open, until a step leaves room for the
+    cache.
     """
     limit = _STEP_SHARE * config.max_memory_percent * loaded.device.free_memory()
     fitting, length = config, loaded.max_model_len
@@ -105,7 +104,7 @@ def with_step_that_fits(
         if not given.max_num_batched_tokens and config.enable_chunked_prefill:
             tokens = min(tokens, max(_FEWEST_TOKENS, seqs, tokens // 2))
         smaller = fitting.replace(max_num_seqs=seqs, max_num_batched_tokens=tokens)
-        if smaller == fitting or config.tensor_parallel:
+        if smaller == fitting:
             break
         fitting = smaller
     if fitting != config:

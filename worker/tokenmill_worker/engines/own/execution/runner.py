@@ -111,21 +111,6 @@ class ModelRunner:
         inputs = replace(inputs, adapter_slots=slot_of_row)
         return inputs, self.graphs if may_replay else None
 
-    @torch.inference_mode()
-    def follow(self, plan: StepPlan) -> None:
-        """Run another rank's step: the same moves and forward pass, no sampling.
-
-        Where rank 0 replays or captures a graph, this rank does too: both follow from the plans,
-        since several ranks have neither adapters nor recurrent layers.
-        """
-        self._offloader.run(plan)
-        if plan.scheduled:
-            inputs = self._inputs.build(plan)
-            if self.graphs is None or any(item.num_scored for item in plan.scheduled):
-                self.forward(inputs)
-            else:
-                self.graphs.run(inputs)
-
     def finish(self, step: InFlightStep) -> StepOutput:
         """Wait for the step's tokens, or for its end if none are sampled.
 

@@ -58,7 +58,7 @@ def read_checkpoint(
         with _reported(lambda share: report(f"loading {config.model}", share)):
             read: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=probe.OWN, output_loading_info=True,
-                trust_remote_code=config.trust_remote_code, **_split(config),
+                trust_remote_code=config.trust_remote_code,
             )  # fmt: skip
     except torch.OutOfMemoryError:
         raise
@@ -70,8 +70,7 @@ def read_checkpoint(
         raise EngineConfigError(
             [f"{config.model} cannot be served: its files lack {len(missing)} weights ({named})"]
         )
-    # a split model is on its devices already
-    return model if config.tensor_parallel else model.to(device.torch_device)
+    return model.to(device.torch_device)
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
@@ -133,15 +132,3 @@ def _counted(items: Any, report: Callable[[float], None]) -> Iterator[Any]:
         if time.monotonic() - reported >= REPORT_S:
             report((index + 1) / len(items))
             reported = time.monotonic()
-
-
-def _split(config: EngineConfig) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that split the model by its family's plan."""
-    if not config.tensor_parallel:
-        return {}
-    try:
-        from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
-
-        return {"distributed_config": DistributedConfig(tp_plan="auto")}
-    except (ImportError, TypeError):  # older versions of Transformers take the plan directly
-        return {"tp_plan": "auto"}

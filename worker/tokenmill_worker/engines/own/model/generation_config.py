@@ -7,7 +7,7 @@ Only what the file states is a default, as in vLLM: what it leaves out keeps its
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -64,6 +64,13 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
     params: SamplingParams = SamplingParams()
     eos_token_ids: frozenset[int] | None = None
+
+    def end_ids(self, config: Any) -> frozenset[int]:
+        """Return the ids that end a sequence, else those that the model's configuration names."""
+        if self.eos_token_ids is not None:
+            return self.eos_token_ids
+        found = getattr(config, "eos_token_id", None)
+        return frozenset(() if found is None else [found] if isinstance(found, int) else found)
 
 
 def read_defaults(setting: str | None, folder: Path) -> GenerationDefaults:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import io
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def _files_read_once() -> Iterator[None]:
     try:
         import gguf
     except ImportError:
-        raise ValueError("reading .gguf files needs the package gguf") from None
+        words = f"it takes the package gguf: {sys.executable} -m pip install gguf"
+        raise ValueError(words) from None
     reader = gguf.GGUFReader
     gguf.GGUFReader = functools.cache(reader)  # type: ignore[misc, assignment]
     try:

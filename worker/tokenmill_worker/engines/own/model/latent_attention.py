@@ -90,8 +90,6 @@ def detach(model: nn.Module) -> None:
 
 def _unfit_settings(config: EngineConfig, has_kv_scales: bool) -> str | None:
     """Return why the settings leave no latents, or None if they do."""
-    if config.tensor_parallel:
-        return "each rank has some of the heads"
     if config.adapters:
         return "an adapter may change the weight that expands them"
     return "the checkpoint has scales for keys and values" if has_kv_scales else None

@@ -34,7 +34,7 @@ from tokenmill_worker.engines.own.model import (
     verify,
 )
 from tokenmill_worker.engines.own.model.checkpoint import quantization_of, read_checkpoint
-from tokenmill_worker.engines.own.model.generation_config import GenerationDefaults, read_defaults
+from tokenmill_worker.engines.own.model.generation_config import read_defaults
 from tokenmill_worker.engines.own.model.layer_groups import (
     Layers,
     describe_layers,
@@ -181,7 +181,7 @@ def describe_model(model: Any, path: Path, config: EngineConfig, device: Device)
         dtype=dtype,
         shapes=shapes_of(layers),
         groups=group_layers(layers),
-        eos_token_ids=eos_token_ids(defaults, text_config),
+        eos_token_ids=defaults.end_ids(text_config),
         sampling_defaults=defaults.params,
         max_model_len=length,
         keeps_rows=keeps_rows,
@@ -275,20 +275,6 @@ def resolve_length(config: Any, wanted: int | None) -> int:
     if wanted is not None and wanted > length:
         raise EngineConfigError([f"max_model_len {wanted} is beyond the model's {length}"])
     return int(wanted or length)
-
-
-def eos_token_ids(defaults: GenerationDefaults, config: Any) -> frozenset[int]:
-    """Return the ids that end a sequence.
-
-    They come from generation_config.json, which also lists a chat model's end of turn, or else from
-    the configuration.
-    """
-    if defaults.eos_token_ids is not None:
-        return defaults.eos_token_ids
-    found = getattr(config, "eos_token_id", None)
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)
 
 
 # ── running it ──

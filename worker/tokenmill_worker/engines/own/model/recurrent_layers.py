@@ -58,15 +58,14 @@ def is_recurrent(model: nn.Module) -> bool:
 def check_settings(config: EngineConfig) -> None:
     """Raise EngineConfigError for settings that a model with recurrent states does not have.
 
-    A state cannot go back by a rejected draft, and is neither in the blocks that are offloaded nor
-    split over ranks. Adapters find their rows by packed tokens, which such a layer takes apart.
+    A state cannot go back by a rejected draft, and is not in the blocks that are offloaded.
+    Adapters find their rows by packed tokens, which such a layer takes apart.
     """
     asked = {
         "draft_model": config.draft_model is not None,
         "speculative_tokens": config.speculative_tokens > 0,
         "cpu_offload_gib": config.cpu_offload_gib not in (0, "auto"),
         "adapters": bool(config.adapters),
-        "tensor_parallel": bool(config.tensor_parallel),
         "cuda_graphs": bool(config.cuda_graphs),
     }
     found = [name for name, is_set in asked.items() if is_set]

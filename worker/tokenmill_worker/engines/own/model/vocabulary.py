@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +28,11 @@ def has_tokenizer(folder: Path) -> bool:
 def vocabulary(
     folder: Path, vocab_size: int, stop_token_ids: frozenset[int], trust_remote_code: bool
 ) -> Vocabulary | None:
-    """Read the vocabulary; return None where there is no tokenizer or no xgrammar.
+    """Read the vocabulary; return None where there is no tokenizer.
 
     `vocab_size` is the width of the logits.
     """
-    if not has_tokenizer(folder) or importlib.util.find_spec("xgrammar") is None:
+    if not has_tokenizer(folder):
         return None
     import xgrammar
     from transformers import AutoTokenizer

@@ -14,7 +14,6 @@ from tokenmill_worker.contract.messages import (
     CancelRequest,
     Command,
     EngineFailed,
-    Frame,
     LoadProgress,
     Mailbox,
     Ready,
@@ -23,15 +22,14 @@ from tokenmill_worker.contract.messages import (
     Submit,
 )
 from tokenmill_worker.contract.requests import GenerationRequest
+from tokenmill_worker.engines.frames import IDLE_REPORT_S, FrameSender
 from tokenmill_worker.engines.own.engine import Engine
 from tokenmill_worker.engines.own.errors import EngineError, StepsFailError, lacks_memory, why
 from tokenmill_worker.engines.own.execution.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
-IDLE_REPORT_S = 0.5
 PENDING_POLL_S = 0.005  # interval of checks for a grammar or adapter when there is no other work
-STATS_EVERY_S = 0.1
 
 
 class EngineLoop:
@@ -50,9 +48,7 @@ class EngineLoop:
         self._engine = engine
         self._mailbox = mailbox
         self._emit = emit
-        self._clock = clock
-        self._stats_due_s = 0.0  # on `clock`, like the next
-        self._report_due_s = 0.0
+        self._frames = FrameSender(emit, clock)
 
     def run(self) -> None:
         """Warm up, report Ready, then run until a Stop command or until the engine is broken.
@@ -89,7 +85,7 @@ class EngineLoop:
             log.warning("The engine's memory could not be freed: %s", error)
 
     def _run_once(self) -> bool:
-        engine, stats = self._engine, None
+        engine = self._engine
         waits_only = engine.waits_only
         commands = self._mailbox.take_all(
             PENDING_POLL_S if waits_only else 0.0 if engine.has_work else IDLE_REPORT_S
@@ -97,13 +93,8 @@ class EngineLoop:
         if not self._apply(commands):
             return False
         events = tuple(engine.step())
-        ended_s = self._clock()
-        if waits_only and not events and ended_s < self._report_due_s:
-            return True
-        self._report_due_s = ended_s + IDLE_REPORT_S
-        if ended_s >= self._stats_due_s or not engine.has_work:
-            stats, self._stats_due_s = engine.stats(), ended_s + STATS_EVERY_S
-        self._emit(Frame(events=events, capacity=engine.capacity(), stats=stats, ended_s=ended_s))
+        if events or not waits_only or self._frames.is_due:
+            self._frames.send(events, engine.capacity(), engine.stats, has_work=engine.has_work)
         return True
 
     def _apply(self, commands: list[Command]) -> bool:

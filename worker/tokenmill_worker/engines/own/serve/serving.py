@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable
 
@@ -48,7 +47,5 @@ def serve_loaded(
     except Exception as error:
         emit(EngineFailed(why(error), at_start=True, may_pass=lacks_memory(error)))
         return 1
-    gc.collect()
-    gc.freeze()  # else every full collection would walk model and libraries during a step
     EngineLoop(engine, mailbox, emit).run()
     return 0

@@ -32,7 +32,6 @@ def prepare_weights(
     usable = (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
-        and not config.tensor_parallel
         and config.quantization != "fp8"
     )
     if config.quantization is None and not (config.fuse and usable):

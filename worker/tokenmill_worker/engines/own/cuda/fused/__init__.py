@@ -19,12 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def fuse_where_possible(model: nn.Module, config: EngineConfig) -> None:
-    """Replace a loaded model's modules in place, where the settings allow it.
-
-    Tensor parallelism needs the layers that Transformers built, so with it the model stays
-    unchanged.
-    """
-    if not config.fuse or config.tensor_parallel:
+    """Replace a loaded model's modules in place, where the settings allow it."""
+    if not config.fuse:
         return
     if find_spec("triton") is None:
         log.warning(

@@ -1,0 +1,1 @@
+"""`ops/gateway-check`: schemathesis against a gateway."""
