@@ -19,7 +19,7 @@ from tests.support.worker import QUEUE, running_worker
 from tokenmill.sql.engine import open_engine
 from tokenmill_schemas.tables import batches, jobs
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
 LINES = 300
 
 

@@ -16,7 +16,7 @@ from tests.support.valkey import ControlledValkey
 from tokenmill_worker.local.valkey_server import ManagedProcess, free_port
 
 _NUM_SLOTS = 16_384
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 120.0
 
 
 def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = _TIMEOUT_S) -> None:

@@ -7,6 +7,7 @@ from openai.types.shared import ErrorObject as TheirError
 from tests.client.bulk.support import result
 from tests.client.test_travelling_errors import SAMPLES
 from tokenmill import errors
+from tokenmill.files.object_store import FilesUnavailable
 from tokenmill.openai.errors import ApiError, of_exception, of_job
 from tokenmill.openai.form_values import FormError
 from tokenmill_schemas.result import JobError, JobStatus
@@ -25,6 +26,7 @@ EXPECTED = {
     errors.QueueUnserved: (503, AWAY, "queue_unserved"),
     errors.JobFailed: (500, "server_error", "engine_error"),
     errors.QueueUnavailable: (503, AWAY, "queue_unavailable"),
+    FilesUnavailable: (503, AWAY, "queue_unavailable"),
     FormError: (400, REQUEST, "invalid_type"),
 }
 
