@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokenmill.errors import TokenmillError
 from tokenmill_gateway.answers import ClientGone
 from tokenmill_gateway.calls import CALLS
+from tokenmill_gateway.console import CONSOLE_CALLS
 from tokenmill_gateway.openapi import Call, Handler, document_of
 from tokenmill_gateway.refusals import HttpRefusal, json_response, refused_by_client
 from tokenmill_gateway.server import Server
@@ -40,6 +41,7 @@ def _document() -> dict[str, Any]:
 
 ALL_CALLS: Final = (
     *CALLS,
+    *CONSOLE_CALLS,
     Call(
         method="GET",
         path="/openapi.json",

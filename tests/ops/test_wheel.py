@@ -110,10 +110,21 @@ assert {module.OWNER for module in (api_client, migrations, schemas, worker)} ==
 
 
 def test_the_wheel_holds_every_file_of_the_packages(tree: Path, wheel: Path) -> None:
-    """Also Lua scripts, C++ kernels, the tokenizer of the synthetic model and Alembic's files."""
+    """Also Lua scripts, C++ kernels, a tokenizer, the console and Alembic's files."""
     files = files_in(wheel)
     assert files == files_of(tree, *PACKAGES)
-    for kind in (".lua", ".cpp", ".h", ".ini", ".mako", ".json", "py.typed"):
+    for kind in (
+        ".lua",
+        ".cpp",
+        ".h",
+        ".ini",
+        ".mako",
+        ".json",
+        ".html",
+        ".css",
+        ".js",
+        "py.typed",
+    ):
         assert any(name.endswith(kind) for name in files), f"no {kind} file"
 
 
