@@ -58,14 +58,11 @@ def _file(request: Request, name: str) -> Response:
         raise HttpRefusal.of(404, "unknown_url", words)
     content, etag = found
     headers = {**HEADERS, "etag": etag}
-    known = {each.strip().removeprefix("W/") for each in _known(request).split(",")}
+    given = request.headers.get("if-none-match", "")
+    known = {each.strip().removeprefix("W/") for each in given.split(",")}
     if etag in known or "*" in known:
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=_TYPES[Path(name).suffix])
-
-
-def _known(request: Request) -> str:
-    return request.headers.get("if-none-match", "")
 
 
 @cache

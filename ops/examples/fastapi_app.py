@@ -1,11 +1,13 @@
-"""A web backend to copy: prompts in, tokens out as server-sent events, cancel, history and usage.
+"""A web backend with a login of its own, to copy: prompts in, tokens out as server-sent events,
+cancel, history and usage.
 
     python -m ops.examples.fastapi_app        # http://127.0.0.1:8000, beside `tokenmill dev`
 
 It needs FastAPI, uvicorn and tokenmill with the extra `sql`, and nothing of the worker. The id of
 an event is its chunk's position, so a browser that reconnects (Last-Event-ID) resumes where it was,
-on any of your servers. The function `current_user` identifies the user: put your own login there.
-Each user is a tenant of the queue: users share it fairly and cannot see each other's jobs.
+on any of your servers. `log_in` and `current_user` identify the user: put your own login there.
+Each user is a tenant of the queue: users share it fairly and cannot see each other's jobs. What
+needs no login of its own needs no backend: `tokenmill gateway` has OpenAI's API, keys and a page.
 """
 
 from __future__ import annotations
@@ -18,14 +20,12 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
 from fastapi import Cookie, Depends, FastAPI, Header, HTTPException, Request
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import JSONResponse, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
-from fastapi.staticfiles import StaticFiles
 from msgspec import to_builtins
 from pydantic import BaseModel, Field
 
@@ -43,17 +43,11 @@ from tokenmill.sql import SqlResults
 from tokenmill_schemas import Chunk
 
 log = logging.getLogger("uvicorn.error")
-PAGE = Path(__file__).parent / "static"
 TITLE_CHARS = 200
 MONTH_S = 30 * 24 * 3600
 # seconds without a chunk after which the queue is checked; seconds between retries
 SILENCE_S, RETRY_S = (3.0, 1.0)
 AWAY = "The service is away."
-# Scripts and styles load only from this server, so a model's output cannot add any.
-SECURITY_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'",
-    "X-Content-Type-Options": "nosniff",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +73,7 @@ def current_user(visitor: Annotated[str | None, Cookie()] = None) -> str:
     """Return the tenant of the visitor's jobs: a hash of the cookie, which itself stays secret."""
     if visitor is None:
         raise HTTPException(
-            401, "open the page first: it gives you the cookie that says who you are"
+            401, "log in first (POST /api/login): it sets the cookie that says who you are"
         )
     return "web-" + hashlib.sha256(visitor.encode()).hexdigest()[:16]
 
@@ -195,17 +189,14 @@ def add_record_routes(app: FastAPI) -> None:
         return [to_builtins(day) for day in days[-14:]]
 
 
-def add_page(app: FastAPI) -> None:
-    @app.get("/", include_in_schema=False)
-    def page(visitor: Annotated[str | None, Cookie()] = None) -> FileResponse:
-        response = FileResponse(PAGE / "index.html", headers=SECURITY_HEADERS)
+def add_login(app: FastAPI) -> None:
+    @app.post("/api/login", status_code=204)
+    def log_in(response: Response, visitor: Annotated[str | None, Cookie()] = None) -> None:
+        """Make a visitor a user. A real login checks a password here, or asks your provider."""
         if visitor is None:
             response.set_cookie(
                 "visitor", secrets.token_urlsafe(24), max_age=MONTH_S, httponly=True, samesite="lax"
             )
-        return response
-
-    app.mount("/static", StaticFiles(directory=PAGE), name="static")
 
 
 async def explain(_: Request, error: TokenmillError) -> JSONResponse:
@@ -233,7 +224,7 @@ def create_app(redis_url: str, queue: str, database_url: str) -> FastAPI:
     app.exception_handler(TokenmillError)(explain)
     add_job_routes(app)
     add_record_routes(app)
-    add_page(app)
+    add_login(app)
     return app
 
 

@@ -4,7 +4,7 @@
     ops/pictures speed              # only the bar chart; needs no worker
     ops/pictures --check            # fails if the bar chart does not show README's table
 
-`streams` is the demonstration in a terminal, exported by rich. `page` is the example page in
+`streams` is the demonstration in a terminal, exported by rich. `console` is the gateway's page in
 Chromium, while it streams. Both start a private server and a worker with SmolLM2-135M, and stop
 them.
 """
@@ -85,44 +85,47 @@ async def streams(stack: DemoStack) -> None:
     (FOLDER / "streams.svg").write_text(picture, encoding="utf-8")
 
 
-# ---- the example page in a browser ----
+# ---- the console in a browser ----
 
 
-async def page(stack: DemoStack) -> None:
-    """Save the page in the middle of its second answer, so that history and usage have a row."""
+async def console_page(stack: DemoStack) -> None:
+    """Save the gateway's console in the middle of its second answer."""
     from tests.support.browser import chromium_folder, open_browser
 
-    with backend(stack) as url:
+    with gateway(stack) as url:
         async with open_browser(chromium_folder()) as browser:
             shown = await browser.new_page(viewport=PAGE_SIZE, device_scale_factor=1.5)  # type: ignore[arg-type]
             shown.set_default_timeout(PAGE_MS)
             await shown.goto(url)
+            await shown.wait_for_function("!document.getElementById('send').disabled")
             for prompt, count, state in (
-                ("What is a message queue?", 60, "succeeded"),
-                (PROMPT, 1000, "running"),
+                ("What is a message queue?", 60, "incomplete"),
+                (PROMPT, 1000, "in_progress"),
             ):
-                await shown.get_by_label("Prompt").fill(prompt)
                 await shown.get_by_label("Max tokens").fill(str(count))
+                await shown.get_by_label("Prompt").fill(prompt)
                 await shown.get_by_role("button", name="Send").click()
                 await shown.wait_for_function(
-                    "state => document.getElementById('status').textContent === state"
-                    " && document.getElementById('answer').textContent.length > 250",
+                    "state => [...document.querySelectorAll('#turns .status')].at(-1)"
+                    ".dataset.status"
+                    " === state && [...document.querySelectorAll('.answer')].at(-1)"
+                    ".textContent.length > 200",
                     arg=state,
                 )
-            await shown.screenshot(path=FOLDER / "page.png")
+            await shown.screenshot(path=FOLDER / "console.png")
 
 
 @contextmanager
-def backend(stack: DemoStack) -> Iterator[str]:
+def gateway(stack: DemoStack) -> Iterator[str]:
     port = free_port()
     settings = {
         "TOKENMILL_REDIS_URL": stack.redis_url,
         "TOKENMILL_DATABASE_URL": stack.database_url,
-        "TOKENMILL_QUEUE": stack.queue,
-        "PORT": str(port),
+        "TOKENMILL_GATEWAY_MODEL": f"{MODEL}={stack.queue}",
+        "TOKENMILL_GATEWAY_PORT": str(port),
     }
-    command = [sys.executable, "-m", "ops.examples.fastapi_app"]
-    with (stack.directory / "backend.log").open("ab") as log:
+    command = [sys.executable, "-m", "tokenmill.cli", "gateway", "--open"]
+    with (stack.directory / "gateway.log").open("ab") as log:
         child = GuardedProcess(
             command, at_death=signal.SIGKILL, cwd=ROOT, env=os.environ | settings, output=log
         )
@@ -137,11 +140,11 @@ def backend(stack: DemoStack) -> Iterator[str]:
 def _wait_for(url: str) -> None:
     for _ in range(600):
         try:
-            with urllib.request.urlopen(f"{url}/static/icon.svg", timeout=5):
+            with urllib.request.urlopen(f"{url}/readyz", timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.1)
-    raise SystemExit("ops/pictures: the example page did not start")
+    raise SystemExit("ops/pictures: the gateway did not start")
 
 
 # ---- the bar chart of README's table ----
@@ -213,7 +216,7 @@ def speed() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="ops/pictures", description=__doc__.splitlines()[0])
-    names = ("streams", "page", "speed")
+    names = ("streams", "console", "speed")
     parser.add_argument("what", nargs="*", help=f"{', '.join(names)}; none: all")
     parser.add_argument("--check", action="store_true", help="only compare the bar chart")
     options = parser.parse_args()
@@ -234,7 +237,7 @@ def main() -> int:
         with DemoStack(MODEL, QUEUE) as stack:
             stack.start(lambda text: print(text, flush=True))
             for name in live:
-                asyncio.run({"streams": streams, "page": page}[name](stack))
+                asyncio.run({"streams": streams, "console": console_page}[name](stack))
     for name in wanted:
         print(f"made {next(FOLDER.glob(name + '.*')).relative_to(ROOT)}")
     return 0

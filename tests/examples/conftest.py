@@ -1,4 +1,4 @@
-"""The example backend as a process of its own, and a browser that looks at its page."""
+"""The example backend as a process of its own."""
 
 import asyncio
 import os
@@ -10,10 +10,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Browser
 
-from tests.support.browser import ROOT, NodeUnavailable, chromium_folder, open_browser
-from tests.support.lifecycle import missing
+from tests.support.browser import ROOT
 from tests.support.worker import QUEUE, database_url
 from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.local.valkey_server import free_port
@@ -51,7 +49,7 @@ class Backend:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/static/icon.svg", timeout=5) as response:
+            with urllib.request.urlopen(f"{self.url}/openapi.json", timeout=5) as response:
                 return bool(response.status == 200)
         except (urllib.error.URLError, OSError):
             return False
@@ -73,17 +71,3 @@ async def backend(redis_url: str, database: str, tmp_path: Path) -> AsyncIterato
     await server.start()
     yield server
     await asyncio.to_thread(server.stop)
-
-
-@pytest.fixture(scope="session")
-def chromium() -> Path:
-    try:
-        return chromium_folder()
-    except NodeUnavailable as error:
-        missing(str(error))
-
-
-@pytest.fixture
-async def browser(chromium: Path) -> AsyncIterator[Browser]:
-    async with open_browser(chromium) as opened:
-        yield opened

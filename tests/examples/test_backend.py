@@ -1,4 +1,4 @@
-"""The example backend's answers: statuses, double submissions, and resumed events."""
+"""The example backend's answers: its login, statuses, double submissions, and resumed events."""
 
 import asyncio
 import json
@@ -66,6 +66,7 @@ async def test_the_backend_answers_statuses_double_submissions_and_resumed_event
             result = await client.result(job, timeout=30)
             await events_resume_where_the_reader_was(backend, job, result.text)
             await refusals_have_their_statuses(backend)
+            await a_login_makes_a_user_who_sees_own_jobs_alone(backend, job)
             await client.set_limits(rate=0.001, burst=1)
             assert (await call(backend, "/api/jobs", {"prompt": "once"}))[0] == 201
             status, received = await call(backend, "/api/jobs", {"prompt": "twice"})
@@ -106,3 +107,27 @@ async def refusals_have_their_statuses(backend: Backend) -> None:
     assert (await call(backend, "/api/jobs/unknown"))[0] == 404
     assert (await call(backend, "/api/history", headers={"Cookie": ""}))[0] == 401
     assert (await call(backend, "/api/history?limit=1000"))[0] == 422
+
+
+async def a_login_makes_a_user_who_sees_own_jobs_alone(backend: Backend, job: str) -> None:
+    """The job is another user's: it counts as not found, and can be neither read nor cancelled."""
+
+    def log_in() -> tuple[str, str]:
+        request = urllib.request.Request(f"{backend.url}/api/login", b"", method="POST")
+        with urllib.request.urlopen(request, timeout=30) as response:
+            cookie, _, rules = response.headers["Set-Cookie"].partition("; ")
+            return cookie, rules
+
+    cookie, rules = await asyncio.to_thread(log_in)
+    assert "HttpOnly" in rules
+    own = {"Cookie": cookie}
+    assert await call(backend, "/api/history", headers=own) == (200, "[]")
+    for path, method in (("", None), ("/events", None), ("/cancel", "POST")):
+        answer = await call(backend, f"/api/jobs/{job}{path}", headers=own, method=method)
+        assert answer[0] == 404, path
+    cancelled = json.loads(
+        (await call(backend, "/api/jobs", {"prompt": "Own", "max_tokens": 4_000}, own))[1]
+    )["job_id"]
+    assert (await call(backend, f"/api/jobs/{cancelled}/cancel", headers=own, method="POST"))[
+        0
+    ] == 200

@@ -119,7 +119,7 @@ def is_breach(text: str) -> bool:
 
 
 async def enter(page: Page, key: str) -> None:
-    await page.get_by_label("API key").fill(key)
+    await page.get_by_label("API key", exact=True).fill(key)
     await page.get_by_role("button", name="Use key").click()
     await expect(page.get_by_label("Model")).to_have_value(MODEL, timeout=WAIT_MS)
 
@@ -166,7 +166,7 @@ async def recorded(gateway: Gateway, turn: Any) -> str:
 async def test_an_answer_streams_as_text_goes_on_after_a_reload_and_is_continued(
     gateway: Gateway, page: Page
 ) -> None:
-    await send(page, TITLE, 150)
+    await send(page, TITLE, 250)
     await some_tokens(page, 20)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
@@ -181,7 +181,7 @@ async def test_an_answer_streams_as_text_goes_on_after_a_reload_and_is_continued
     assert int(resumed.partition("starting_after=")[2]) > 20, "it began at the beginning"
     await expect(page.locator(".asked")).to_have_text(TITLE)
     await expect(page.locator("#turns img")).to_have_count(0)
-    await expect(page.locator("#turns")).to_contain_text("150 output tokens · token limit reached")
+    await expect(page.locator("#turns")).to_contain_text("250 output tokens · token limit reached")
     await send(page, "And at night?", 5)
     await ends(page, "incomplete")
     first, second = await kept(page)
@@ -293,8 +293,8 @@ async def test_a_refusal_is_shown_where_it_happens_and_a_key_stays_in_its_tab(
     assert not await page.evaluate(is_wide), "the page scrolls sideways on a phone"
     other = await page.context.new_page()
     await other.goto(gateway.url)
-    await expect(other.get_by_label("API key")).to_be_focused()
-    await other.get_by_label("API key").fill("tmk-wrong-key")
+    await expect(other.get_by_label("API key", exact=True)).to_be_focused()
+    await other.get_by_label("API key", exact=True).fill("tmk-wrong-key")
     await other.keyboard.press("Enter")
     await expect(other.get_by_role("alert")).to_contain_text("This key is not accepted")
     await page.get_by_role("button", name="Change key").click()
