@@ -167,6 +167,7 @@ def running_dev(tmp_path: Path) -> Iterator[RunningDev]:
 @pytest.mark.timeout(180)
 def test_a_killed_worker_server_or_gateway_is_restarted(running_dev: RunningDev) -> None:
     url, key = running_dev.gateway()
+    running_dev.wait_for(f"in a browser: {url.removesuffix('v1')}\n")
     assert models_of(url, key) >= {"synthetic"}
     os.kill(running_dev.child("tokenmill.cli gateway"), signal.SIGKILL)
     running_dev.wait_for("the gateway was killed: it starts again")

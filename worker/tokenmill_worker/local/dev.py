@@ -299,6 +299,9 @@ def _explain(
     console.print(Text("\nready. In another terminal, in this folder:\n", style="bold green"))
     for line in lines:
         console.print(Text(f"  {line}"))
+    if gateway is not None:
+        page = gateway.url.removesuffix("v1")
+        console.print(Text(f"\nThe console, with the key above, in a browser: {page}"))
     console.print(Text("\nCtrl-C stops everything.\n", style="dim"))
 
 
