@@ -235,7 +235,7 @@ async def test_a_broken_connection_resumes_the_answer_and_a_lost_first_answer_ma
 
 
 async def test_cancel_ends_an_answer_with_its_text(gateway: Gateway, page: Page) -> None:
-    await send(page, "Without end", 4000)
+    await send(page, "Without end", 3000)
     before = await some_tokens(page, 5)
     await page.get_by_role("button", name="Cancel").click()
     text = await ends(page, "cancelled")
