@@ -15,17 +15,17 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, Route, expect
 
-from tests.gateway.conftest import MODEL, Gateway, new_key, running_gateway
+from tests.gateway.conftest import Gateway, new_key, running_gateway
 from tests.support.browser import NodeUnavailable, chromium_folder, open_browser
 from tests.support.lifecycle import missing
 from tests.support.valkey import ControlledValkey
-from tests.support.worker import client_of, database_url, running_worker
+from tests.support.worker import QUEUE, client_of, database_url, running_worker
 from tokenmill.sql.engine import open_engine
 from tokenmill_worker.settings import load_settings
 from tokenmill_worker.tasks.batches import BatchRuns
 
 pytestmark = [pytest.mark.redis, pytest.mark.asyncio(loop_scope="module")]
-SLOW = "synthetic?step_ms=15&mean_tokens=1000000000000"  # no answer ends early
+MODEL = "synthetic?step_ms=15&mean_tokens=1000000000000"  # no answer ends early
 WAIT_MS = 30_000
 KEY = "sessionStorage.getItem('tokenmill.key')"
 TITLE = "Why is <img src=x onerror=alert(1)> the sky blue?"
@@ -78,9 +78,11 @@ async def gateway(
     folder = tmp_path_factory.mktemp("console")
     database, files = database_url(folder), str(folder / "files")
     async with (
-        running_worker(module_redis, database, model=SLOW),
+        running_worker(module_redis, database, model=MODEL),
         running_tasks(module_redis, database, files),
-        running_gateway(module_redis, database, is_open=False, files=files) as gateway,
+        running_gateway(
+            module_redis, database, is_open=False, models={MODEL: QUEUE}, files=files
+        ) as gateway,
     ):
         yield gateway
 
