@@ -13,6 +13,7 @@ from tokenmill_worker.contract.messages import (
     EngineFailed,
     FrameError,
     LoadProgress,
+    Logged,
     Start,
 )
 from tokenmill_worker.engines.process.child import _receive, set_allocator
@@ -66,6 +67,53 @@ def test_an_engine_that_cannot_be_imported_is_reported_in_one_sentence(
         assert engine.process.wait(20) == 1
     finally:
         engine.kill()
+
+
+BEFORE = "ZeroDivisionError: division by zero (serve.py, line 2)"
+AFTER = "KeyError (serve.py, line 5)"
+RAISES_BEFORE = "def serve(start, mailbox, emit):\n    1 / 0\n"
+RAISES_AFTER = """\
+from ops.examples.engine import serve as example
+def serve(start, mailbox, emit):
+    def fail(report):
+        if not isinstance(report, example.Ready):
+            raise KeyError
+        emit(report)
+    return example.serve(start, mailbox, fail)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "is_ready"),
+    [(RAISES_BEFORE, BEFORE, False), (RAISES_AFTER, AFTER, True)],
+    ids=["before it is ready", "after it was ready"],
+)
+def test_an_error_that_serve_raises_is_reported_in_one_sentence(
+    source: str, words: str, is_ready: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "mine" / "engine"
+    package.mkdir(parents=True)
+    (package / "config.py").write_text("from ops.examples.engine.config import KIND\n")
+    (package / "serve.py").write_text(source)
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}  # noqa: TID251 - the process's
+    start = Start(engine="mine.engine", settings={"model": "alphabet"})
+    engine = EngineUnderTest([sys.executable, "-m", CHILD_MODULE], start, environment)
+    try:
+        if is_ready:
+            engine.ready()
+        reports = [engine.report()]
+        while not isinstance(reports[-1], EngineFailed):
+            reports.append(engine.report())
+        assert reports[-1] == EngineFailed(
+            f"the engine mine.engine cannot go on: {words}", at_start=not is_ready
+        )
+        logged = [report for report in reports if isinstance(report, Logged)]
+        assert [one.message.startswith("Traceback") for one in logged] == [True]
+        assert engine.process.wait(20) == 1
+    finally:
+        engine.kill()
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 def test_a_frame_that_is_longer_than_any_command_is_not_received() -> None:

@@ -8,9 +8,11 @@ Stop command. Its name is that of a package in this room, or, with a dot, of one
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Final, Literal, get_args
 
@@ -73,9 +75,18 @@ def serve_of(name: str) -> Serve:
     return serve
 
 
+def raised_by(name: str, error: Exception) -> str:
+    """Return one sentence on an error that an engine's `serve` has raised, with its place."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(place.filename).name}, line {place.lineno}"
+    return f"the engine {name} cannot go on: {_sentence(error)} ({where})"
+
+
 def _sentence(error: Exception) -> str:
-    words = str(error).partition("\n")[0]
-    return words if isinstance(error, ImportError) else f"{type(error).__name__}: {words}"
+    words, kind = str(error).strip().partition("\n")[0], type(error).__name__
+    if isinstance(error, ImportError):
+        return words
+    return f"{kind}: {words}" if words else kind
 
 
 def _module(kind: str, name: str) -> ModuleType:

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import NoReturn
@@ -34,11 +35,11 @@ from tokenmill_worker.contract.messages import (
     read_command,
     read_start,
 )
-from tokenmill_worker.engines import missing_packages, serve_of
+from tokenmill_worker.engines import KINDS, missing_packages, raised_by, serve_of
 from tokenmill_worker.engines.process.death import end_group
 from tokenmill_worker.engines.process.socket_frames import LENGTH_BYTES, FrameWriter
 
-LACKS_PACKAGES, PARENT_GONE, WRONG_FRAME = 1, 3, 4  # exit statuses
+FAILED, PARENT_GONE, WRONG_FRAME = 1, 3, 4  # exit statuses
 _NO_COMMANDS = b"the engine process ends: it cannot receive a command, or lacks memory for it\n"
 
 
@@ -74,7 +75,7 @@ def main(descriptor: int) -> int:
     if words:
         reports.put(EngineFailed(words, at_start=True))
         reports.close()
-        return LACKS_PACKAGES
+        return FAILED
     mailbox = Mailbox()
     threading.Thread(
         target=_read_commands, args=(connection, mailbox), name="commands", daemon=True
@@ -99,8 +100,24 @@ def _serve(start: Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> in
         serve = serve_of(start.engine)
     except EngineConfigError as error:
         emit(EngineFailed(str(error), at_start=True))
-        return 1
-    return serve(start, mailbox, emit)
+        return FAILED
+    is_ready = False
+
+    def pass_on(report: Report) -> None:
+        nonlocal is_ready
+        is_ready |= isinstance(report, Ready)
+        emit(report)
+
+    try:
+        return serve(start, mailbox, pass_on)
+    except Exception as error:  # a package of anybody's may raise any
+        if start.engine in KINDS:
+            raise  # a fault of ours, whose traceback belongs in a report
+        emit(Logged(logging.DEBUG, __name__, traceback.format_exc()))
+        words = raised_by(start.engine, error)
+        is_full = isinstance(error, MemoryError)
+        emit(EngineFailed(words, at_start=not is_ready, may_pass=is_full))
+        return FAILED
 
 
 def _end_group() -> NoReturn:
