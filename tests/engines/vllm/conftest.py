@@ -18,9 +18,9 @@ def make_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     services: list[Service] = []
     with ControlledValkey(persistent=False) as valkey:
 
-        def make(*plugins: str, **settings: object) -> Service:
+        def make(*plugins: str, beside: Service | None = None, **settings: object) -> Service:
             folder = tmp_path_factory.mktemp("service")
-            services.append(Service(folder, valkey, *plugins, **settings))
+            services.append(Service(folder, valkey, *plugins, beside=beside, **settings))
             return services[-1]
 
         yield make

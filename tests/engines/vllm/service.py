@@ -27,6 +27,7 @@ CUT: Final = 20  # tokens of each answer that are there before a test kills
 VLLM_SETTINGS: Final[dict[str, object]] = {
     "engine": "vllm", "engine_python": VLLM, "engine_arg": ARGUMENTS,
 }  # fmt: skip
+OWN: Final[dict[str, object]] = {"engine": "own", "num_threads": 1, "max_memory_gib": 0.1}
 PERSON: Final = {
     "type": "object",
     "properties": {
@@ -59,12 +60,21 @@ JOBS: Final[tuple[dict[str, Any], ...]] = (
 
 
 class Service:
-    """A queue and a database, and one worker at a time. `settings` are those of workers."""
+    """A queue and a database, and one worker at a time. `settings` are those of workers.
+
+    One `beside` another has its queue and its database.
+    """
 
     def __init__(
-        self, folder: Path, valkey: ControlledValkey, *plugins: str, **settings: object
+        self,
+        folder: Path,
+        valkey: ControlledValkey,
+        *plugins: str,
+        beside: Service | None = None,
+        **settings: object,
     ) -> None:
-        self.url, self.database = valkey.url, database_url(folder)
+        self.url = valkey.url
+        self.database: str = beside.database if beside else database_url(folder)
         self.wanted: dict[str, Wanted] = {}  # of all jobs
         self.received: dict[str, list[Received]] = {}
         self._calm: list[Wanted] = []
@@ -81,7 +91,7 @@ class Service:
     def start(self, **settings: object) -> WorkerProcess:
         """Start a worker, if none is there; of vLLM, unless settings say otherwise."""
         if self.worker is None or not self.worker.is_alive:
-            name = f"w{next(self._numbers)}"
+            name = f"{self._folder.name}-{next(self._numbers)}"
             values = {"max_num_seqs": 4, **(settings or VLLM_SETTINGS), **self._settings}
             self.worker = WorkerProcess(
                 name, self.url, self.database, self._folder / f"{name}.log", env=self._env,

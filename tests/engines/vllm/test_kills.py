@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.engines.vllm.parts import CORE, DEVICE_WORKER, listed, part_of, shared_by, wait_for_none
-from tests.engines.vllm.service import Service
+from tests.engines.vllm.service import OWN, Service
 from tests.support.vllm import needs_vllm
 
 pytestmark = [
@@ -26,7 +26,6 @@ pytestmark = [
 ]
 
 STALL_S = 20.0
-OWN = {"engine": "own", "num_threads": 1, "max_memory_gib": 0.1}
 
 
 @pytest.fixture(scope="module")
