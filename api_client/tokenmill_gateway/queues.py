@@ -161,7 +161,8 @@ def _queue_in(key: bytes, prefix: str) -> str:
 
 def _names(worker: WorkerStatus) -> tuple[str, ...]:
     """Return the names of models that a worker serves."""
-    return worker.model, *worker.aliases, *worker.adapters
+    names = (worker.model, *worker.aliases, *worker.adapters)
+    return tuple(name for name in names if name)  # a worker that starts has none yet
 
 
 @contextmanager
