@@ -42,12 +42,12 @@ HEADERS: Final[Mapping[str, str]] = {
 
 
 async def page(_server: Server, request: Request) -> ASGIApp:
-    """`GET /`."""
+    """Return the page: `GET /`."""
     return _file(request, PAGE)
 
 
 async def part(_server: Server, request: Request) -> ASGIApp:
-    """`GET /console/{name}`: a script, the style or the icon of the page."""
+    """Return a script, the style or the icon of the page: `GET /console/{name}`."""
     return _file(request, request.path_params["name"])
 
 

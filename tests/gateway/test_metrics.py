@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
@@ -53,8 +54,12 @@ async def test_processes_share_a_port_and_one_that_ends_is_started_again(
     process = await asyncio.to_thread(subprocess.Popen, command)
 
     def serving() -> list[psutil.Process]:
-        found = psutil.Process(process.pid).children()
-        return [one for one in found if one.net_connections()]
+        found = []
+        for child in psutil.Process(process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                if child.net_connections():
+                    found.append(child)
+        return found
 
     try:
         await until(lambda: len(serving()) == 2)
