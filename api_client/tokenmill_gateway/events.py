@@ -6,7 +6,8 @@ from typing import Final
 
 import msgspec
 
-COMMENT: Final = b": keep-alive\n\n"
+# One line alone: behind an event with an id, OpenAI's client takes a blank line for an empty event.
+COMMENT: Final = b": keep-alive\n"
 DONE: Final = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
 

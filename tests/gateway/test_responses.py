@@ -188,6 +188,38 @@ async def test_a_background_stream_goes_on_without_its_client(slow_client: Any) 
     assert events[-1].response.usage.output_tokens == 60
 
 
+async def test_a_silent_stream_has_comments_that_openai_s_client_skips(
+    redis_url: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenmill_gateway.sse.SILENCE_S", 0.1)
+    async with running_gateway(redis_url, database) as gateway, gateway.client() as client:
+        asked = await client.responses.create(
+            model=MODEL, input="Hello", max_output_tokens=4, background=True
+        )
+        again = await client.responses.retrieve(asked.id, stream=True)  # its events have ids
+        reading = asyncio.ensure_future(all_of(again))
+        raw = client.responses.with_streaming_response.retrieve(asked.id, stream=True)
+        async with raw as answer:
+            lines = [line async for line in until_comment(answer)]
+        assert lines[-1].startswith(":")
+        assert lines[-2] == ""
+        async with running_worker(redis_url, database):
+            events = await reading
+    assert events[-1].response.usage.output_tokens == 4
+
+
+async def all_of(stream: Any) -> list[Any]:
+    return [event async for event in stream]
+
+
+async def until_comment(answer: Any) -> AsyncIterator[str]:
+    """Yield the lines of a stream up to its first comment."""
+    async for line in answer.iter_lines():
+        yield line
+        if line.startswith(":"):
+            return
+
+
 UNSUPPORTED: list[tuple[dict[str, Any], str | None]] = [
     ({"truncation": "auto"}, "truncation"),
     ({"service_tier": "scale"}, "service_tier"),

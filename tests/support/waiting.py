@@ -4,7 +4,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 
-LONG_S = 60.0
+LONG_S = 120.0
 
 
 async def until(
