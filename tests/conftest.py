@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.exits import last_words, leave_last_words
 from tests.support.leaks import leaked_keys
 from tests.support.lifecycle import missing, need_valkey
+from tests.support.marks import LONG
 from tests.support.pgbouncer import PgBouncer, pgbouncer_binary
 from tests.support.postgres import PostgresServer, PostgresUnavailable
 from tests.support.proxy import FaultProxy
@@ -39,7 +40,7 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 _PASSED = pytest.StashKey[bool]()
-_LONG = ("slow", "chaos", "soak")
+_LENGTHY = ("slow", "chaos", "soak")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _length(item: pytest.Item) -> tuple[float, bool]:
     """Return the sort key of a test: its time limit (s), and if a mark says that it takes long."""
     limit = item.get_closest_marker("timeout")
-    return (float(limit.args[0]) if limit else 0.0, any(map(item.get_closest_marker, _LONG)))
+    return (float(limit.args[0]) if limit else 0.0, any(map(item.get_closest_marker, _LENGTHY)))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -86,7 +87,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(trylast=True)  # the order is random until here
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--rounds") < LONG and not any("::" in name for name in config.args):
+        repeats = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=repeats)
     # a run in several processes would else wait for a long one that began last
     items.sort(key=_length, reverse=True)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -134,7 +139,7 @@ def pytest_runtest_makereport(
     return report
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def rounds(request: pytest.FixtureRequest) -> int:
     """The number of rounds of faults that a chaos test runs; `--rounds 200` is the long form."""
     return int(request.config.getoption("--rounds"))

@@ -22,7 +22,7 @@ from tests.engines.own.lora.support import (
     save_adapter,
 )
 from tests.engines.own.truth.expected import Expected
-from tests.support.marks import slow_unless
+from tests.support.marks import long_unless
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own.cuda.graphs import GraphRunner
 
@@ -112,7 +112,7 @@ def test_a_batch_of_several_adapters_answers_as_peft_does(
         check_replays(engine)
 
 
-@pytest.mark.parametrize("seed", slow_unless({0, 1}, range(4)))
+@pytest.mark.parametrize("seed", long_unless({0, 1}, range(4)))
 @pytest.mark.parametrize("path", PATHS)
 def test_any_schedule_gives_peft_s_tokens(
     path: str, seed: int, cases: Callable[[str], Case]

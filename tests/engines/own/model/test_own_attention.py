@@ -11,7 +11,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from ops.model_families import small, trial
-from tests.support.marks import slow_unless
+from tests.support.marks import long_unless
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.config.cache import Window
 from tokenmill_worker.engines.own.cpu.device import CpuDevice
@@ -32,7 +32,7 @@ from tokenmill_worker.engines.own.model.loader import load_model, resolve_length
         ("gpt_neo", ""),
     ],
 )
-@pytest.mark.parametrize("attention", slow_unless({"cpu"}, ["cpu", "reference"]))
+@pytest.mark.parametrize("attention", long_unless({"cpu"}, ["cpu", "reference"]))
 def test_families_with_their_own_attention_give_generate_s_tokens(
     family: str, setting: str, attention: str
 ) -> None:

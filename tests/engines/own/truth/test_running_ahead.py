@@ -12,7 +12,7 @@ import pytest
 from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.truth import tiny_models
-from tests.support.marks import slow_unless
+from tests.support.marks import long_unless
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.execution.build import load_model_runner
@@ -94,7 +94,7 @@ def with_drafts(engine, made, received):
     return CollectingEngine.around(engine.runner)
 
 
-@pytest.mark.parametrize("seed", slow_unless({0, 1}, range(3)))
+@pytest.mark.parametrize("seed", long_unless({0, 1}, range(3)))
 @pytest.mark.parametrize("is_tight", [False, True])
 def test_running_ahead_changes_no_token(folder, seed, is_tight):
     made = requests(seed)

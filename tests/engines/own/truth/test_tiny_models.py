@@ -17,7 +17,7 @@ from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.truth import expected, tiny_models
 from tests.engines.own.truth.expected import Expected
 from tests.engines.own.truth.tiny_models import FAMILIES
-from tests.support.marks import slow_unless
+from tests.support.marks import long_unless
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.plan import Draft
@@ -27,9 +27,9 @@ from tokenmill_worker.engines.own.sequence import Sequence
 LENGTHS = (1, 3, 17, 40, 65, 30)
 ANSWERS = (24, 9, 16, 24, 12, 20)
 UNBOUNDED = 4096
-# one family for each way to attend; the slow tests have all
+# one family for each way to attend; the long form has all
 FAST = {"llama", "mistral", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3", "llama4", "qwen3_5"}
-NAMES = slow_unless(FAST, FAMILIES)
+NAMES = long_unless(FAST, FAMILIES)
 
 Answers = tuple[Path, list[Expected]]
 

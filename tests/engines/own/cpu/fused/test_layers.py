@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ops.benchmarks.measure.collecting_engine import CollectingEngine
-from tests.support.marks import slow_unless
+from tests.support.marks import long_unless
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.config import EngineConfigError
@@ -133,7 +133,7 @@ def answers(folder: Path, fuse: bool, attention: str) -> list[tuple[tuple[int, .
 
 
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("attention", slow_unless({"cpu"}, ["reference", "cpu"]))
+@pytest.mark.parametrize("attention", long_unless({"cpu"}, ["reference", "cpu"]))
 def test_fused_modules_give_the_same_logits(
     name: str, attention: str, folder_of: Callable[[str], Path]
 ) -> None:

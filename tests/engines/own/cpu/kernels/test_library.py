@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.marks import long_unless
 from tokenmill_worker.engines.own.cpu.kernels.library import (
     SOURCES,
     cache_folder,
@@ -179,7 +180,10 @@ def test_an_unusable_cache_folder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in SOURCES.glob("*.cpp")))
-@pytest.mark.parametrize("march", ["sapphirerapids", "icelake-server", "x86-64"])
+@pytest.mark.parametrize(
+    "march",
+    long_unless({"sapphirerapids", "x86-64"}, ["sapphirerapids", "icelake-server", "x86-64"]),
+)
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
 def test_every_kernel_compiles_for_other_instruction_sets(march: str, name: str) -> None:
     """Matrix registers and byte products are code that this machine may never compile itself."""

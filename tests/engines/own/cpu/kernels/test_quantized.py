@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.engines.own.cpu.instruction_sets import skip_unless_runs
+from tests.support.marks import long_unless
 from tokenmill_worker.engines.own.cpu.kernels.library import load
 from tokenmill_worker.engines.own.cpu.kernels.linear import Epilogue, LinearKernels, pack_gated
 from tokenmill_worker.engines.own.cpu.kernels.quantized import (
@@ -20,13 +21,10 @@ from tokenmill_worker.engines.own.cpu.kernels.toolchain import KernelUnavailable
 ROWS = [1, 2, 5, 9, 13, 37]
 # The best there is, AVX512 with VNNI, AVX512 without, AVX2 with VNNI, AVX2 without, and the
 # narrowest
-MARCHES = [
-    "native",
-    "x86-64-v3",
-    "x86-64",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("icelake-server", "x86-64-v4")),
-    pytest.param("alderlake", marks=pytest.mark.slow),
-]
+MARCHES = long_unless(
+    {"native", "x86-64-v3", "x86-64"},
+    ["native", "icelake-server", "x86-64-v4", "alderlake", "x86-64-v3", "x86-64"],
+)
 
 
 @pytest.fixture(scope="module", params=MARCHES)

@@ -118,7 +118,7 @@ def test_a_unit_that_stores_its_own_results_is_never_computed_twice() -> None:
     assert phase.computed.value == 64
 
 
-@pytest.mark.parametrize("rounds", [15, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [15, pytest.param(60, marks=pytest.mark.long)])
 def test_more_threads_than_cores_do_every_unit_once(rounds: int) -> None:
     """More threads than cores, and sleeps at random places."""
     seed = random.Random(rounds)
@@ -142,7 +142,7 @@ def test_a_program_that_was_refused_continues_at_the_refused_phase(threads: int)
     assert list(second.counts) == [1] * 30
 
 
-@pytest.mark.parametrize("rounds", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [10, pytest.param(50, marks=pytest.mark.long)])
 def test_concurrent_callers_have_their_own_threads(rounds: int) -> None:
     def many(_: int) -> None:
         for _ in range(rounds):
