@@ -21,6 +21,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.chaos.processes import WorkerProcess
+from tests.support.marks import LONG
 from tests.support.postgres import PostgresServer
 from tests.support.valkey import ControlledValkey
 from tests.support.waiting import until
@@ -217,12 +218,14 @@ async def test_answers_are_the_same_after_every_process_was_killed(
     tmp_path: Path,
     rounds: int,
 ) -> None:
-    """Five streams a round, at least 12: 1,000 with `--rounds 200`."""
-    numbers = range(max(12, 5 * rounds))
+    """Six streams, and in the long form five a round: 1,000 with `--rounds 200`."""
+    numbers = range(5 * rounds if rounds >= LONG else 6)
     valkey = make_valkey(settings={"appendfsync": "always"})
     async with running_site(valkey, own_postgres, tmp_path) as site:
-        calm = [text_of(await read_stream(site, prompt, prompt)) for prompt in PROMPTS]
-        calm_said = await converse(site, "calm")
+        calm_said, *streams = await asyncio.gather(
+            converse(site, "calm"), *(read_stream(site, prompt, prompt) for prompt in PROMPTS)
+        )
+        calm = [text_of(events) for events in streams]
         limiter = asyncio.Semaphore(AT_ONCE)
 
         async def answers(number: int) -> tuple[str, str]:
