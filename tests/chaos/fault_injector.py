@@ -44,7 +44,7 @@ FAST = WorkerGroup(
      "lease_seconds": LEASE_S},
 )  # fmt: skip
 REAL = WorkerGroup(
-    "real", 1, ("process",),
+    "real", 2, ("process",),
     {
         "model": "smollm2-135m-instruct", "dtype": "float32", "num_threads": 1,
         "max_num_seqs": 4, "max_memory_gib": 0.1, "lease_seconds": 3 * LEASE_S,

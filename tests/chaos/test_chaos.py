@@ -3,8 +3,9 @@
 Workers are killed, frozen, drained, cut off and restarted. Jobs and subscribers come in meanwhile.
 At the end an independent checker counts.
 
-`--rounds 2` is the short form, `--rounds 200` the long one. The seed is printed; `CHAOS_SEED`
-repeats a run's choices, not its timing.
+`--rounds 2` is the short form, `--rounds 200` the long one. From 20 rounds on, two workers serve a
+real model too, whose steps take long. The seed is printed; `CHAOS_SEED` repeats a run's choices,
+not its timing.
 """
 
 import asyncio
@@ -66,7 +67,7 @@ MIN_JOBS = 150
 MIN_FAULTS = 18
 MIN_TINY_JOBS = 24
 DISK_MB = 256
-LONG = 20  # rounds from which on the real model has two workers
+LONG = 20  # rounds from which on the real model has workers
 
 
 def print_line(words):
@@ -84,9 +85,9 @@ async def answers_of(redis_url, folder, kinds, **settings):
 
 
 @pytest.fixture
-async def workloads(redis_url, tmp_path):
-    """Workloads of the model-free engine, the real model and the drawn one, with the answers of an
-    undisturbed run.
+async def workloads(redis_url, tmp_path, rounds):
+    """Workloads of the model-free engine, the drawn model and, in a long run, the real one, with
+    the answers of an undisturbed run.
     """
     chance = random.Random(SEED)
     kinds = [kind_of_job(number) for number in range(NUM_KINDS)]
@@ -97,20 +98,22 @@ async def workloads(redis_url, tmp_path):
         with_drawn_prompt(kind_of_tiny_job(number), chance) for number in range(NUM_TINY_KINDS)
     ]
     model = str(tiny_llama.save(tmp_path / "model"))
-    real_kinds = [kind_of_real_job(number) for number in range(NUM_REAL_KINDS)]
     slow = {"in_process": True, "lease_seconds": 30}
-    real_settings = {**REAL.settings, **slow, "queue": REAL.queue}
     tiny_settings = {**TINY.settings, **slow, "queue": TINY.queue, "model": model}
-    fast, real, tiny = await asyncio.gather(
+    fast, tiny = await asyncio.gather(
         answers_of(redis_url, tmp_path / "fast", kinds, queue=FAST.queue),
-        answers_of(redis_url, tmp_path / "real", real_kinds, **real_settings),
         answers_of(redis_url, tmp_path / "tiny", tiny_kinds, **tiny_settings),
     )
-    return (
+    found = [
         Workload(kinds, fast, chance),
-        Workload(real_kinds, real, chance, with_poison=False),
         Workload(tiny_kinds, tiny, chance, with_poison=False),
-    )
+    ]
+    if rounds >= LONG:
+        real_kinds = [kind_of_real_job(number) for number in range(NUM_REAL_KINDS)]
+        settings = {**REAL.settings, **slow, "queue": REAL.queue}
+        real = await answers_of(redis_url, tmp_path / "real", real_kinds, **settings)
+        found.append(Workload(real_kinds, real, chance, with_poison=False))
+    return found
 
 
 @pytest.fixture
@@ -225,7 +228,7 @@ async def test_no_promise_is_broken_under_random_faults(
     port = proxies["workers and PostgreSQL"].port
     through_proxy = database.replace(f":{postgres.port}/", f":{port}/")
     tiny = dataclasses.replace(TINY, settings={**TINY.settings, "model": str(tmp_path / "model")})
-    groups = (FAST, dataclasses.replace(REAL, size=2 if rounds >= LONG else 1), tiny)
+    groups = (FAST, tiny, REAL)[: len(workloads)]
     injector = FaultInjector(
         proxies["workers and Valkey"].url, through_proxy, tmp_path, chance, groups
     )
@@ -266,7 +269,7 @@ async def test_no_promise_is_broken_under_random_faults(
 
 async def inject_faults(injector, all_faults, loads, rounds, chance):
     """Rounds of jobs and faults; no fault comes again before every other has come."""
-    fast, real, tiny = loads
+    fast, *slow = loads
     per_round = max(3, -(-MIN_FAULTS // rounds))
     bag = []
     for number in range(rounds):
@@ -274,7 +277,7 @@ async def inject_faults(injector, all_faults, loads, rounds, chance):
         jobs = asyncio.create_task(fast.submit(max(30, -(-MIN_JOBS // rounds))))
         others = [
             asyncio.create_task(load.submit(max(least, -(-number // rounds))))
-            for load, least, number in ((real, 1, 12), (tiny, 8, MIN_TINY_JOBS))
+            for load, (least, number) in zip(slow, ((8, MIN_TINY_JOBS), (1, 12)), strict=False)
         ]
         for _ in range(per_round):
             await asyncio.sleep(chance.uniform(0.1, 1.0))
@@ -283,10 +286,8 @@ async def inject_faults(injector, all_faults, loads, rounds, chance):
         await asyncio.gather(jobs, *others, *storm)
         if number % 10 == 9:
             count = sum(injector.survived.values())
-            print_line(
-                f"round {number + 1}: {count} faults, {len(fast.wanted)} + {len(real.wanted)} "
-                f"+ {len(tiny.wanted)} jobs accepted"
-            )
+            accepted = " + ".join(str(len(load.wanted)) for load in loads)
+            print_line(f"round {number + 1}: {count} faults, {accepted} jobs accepted")
 
 
 async def wait_for_rows(injector, valkey, database, loads, timeout_s):
@@ -320,14 +321,12 @@ def find_violations(injector, valkey, database, loads, began_ms):
 
 
 def report(injector, loads, found, seconds):
-    fast, real, tiny = loads
     survived = ", ".join(f"{count} × {name}" for name, count in sorted(injector.survived.items()))
     kinds = [item.kind for item in found]
     print_line(
         f"{sum(injector.survived.values())} faults survived ({survived}; {injector.num_started} "
         "workers started); "
-        f"{len(fast.wanted)} jobs on the model-free engine, {len(real.wanted)} on the real model "
-        f"and {len(tiny.wanted)} on the drawn one, "
+        f"{' + '.join(f'{len(load.wanted)} {load.queue}' for load in loads)} jobs, "
         f"{sum(len(each) for load in loads for each in load.subscribers.received.values())} "
         "subscribers, "
         f"{sum(load.witness.num_heard for load in loads)} chunks overheard, in {seconds:.0f} s: "
