@@ -59,7 +59,7 @@ async def test_prompts_and_continuations_have_transformers_values(
         "num_threads": 1,
     }
     async with (
-        running_worker(redis_url, database, in_process=True, lease_seconds=10, **model),
+        running_worker(redis_url, database, lease_seconds=10, **model),
         client_of(redis_url, database) as client,
     ):
         asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0}
