@@ -25,10 +25,22 @@ interpreter._patch_lang = _patch_once
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every", type=int, default=1, help="run each N-th of the chosen tests")
+    parser.addoption(
+        "--once",
+        action="store_true",
+        help="run each test with the first of its parameters; all cases of tests given by name",
+    )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep each N-th test of those that the other options leave."""
-    items[:] = items[:: config.getoption("--every")]
+    """Keep one case of each test, and those whose name, or whose test's, is an argument."""
+    if config.getoption("--once"):
+        seen = set[str]()
+        kept = []
+        for item in items:
+            name = item.nodeid.partition("[")[0]
+            if name not in seen or {name, item.nodeid} & {*config.args}:
+                kept.append(item)
+            seen.add(name)
+        items[:] = kept

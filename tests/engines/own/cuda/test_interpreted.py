@@ -1,8 +1,8 @@
 """Runs the tests of the Triton kernels in processes that interpret Triton: the variable must be set
 before its import.
 
-A process takes some seconds to import everything: what is fast is together in one, and the rest in
-two more. The interpreter is slow: of the rest, a run with fewer than 50 `--rounds` takes a fifth.
+The interpreter is slow: a run with fewer than 50 `--rounds` takes each test with one of its cases,
+and some cases that take another way through a kernel, in one process. The long form runs all.
 """
 
 from __future__ import annotations
@@ -23,28 +23,20 @@ DRAWING = "tests/engines/own/cuda/test_draw.py"
 LARGE = "tests/engines/own/cuda/attention/test_large_pools.py"
 FUSED = "tests/engines/own/cuda/fused/test_modules.py"
 CASE = f"{BACKENDS}::test_each_backend_equals_dense_attention"
-FAST = (
-    ATTENTION,
-    SPLITS,
-    LARGE,
-    PREFIXES,
+CHOSEN = (
     *(f"{CASE}[{name}-triton]" for name in ("many heads a group", "window of 1", "chunks")),
-    *(
-        f"{BACKENDS}::test_every_number_is_rounded_to_the_nearest_of_8_bits[{kind}-triton]"
-        for kind in ("E4M3", "E5M2")
-    ),
+    f"{BACKENDS}::test_every_number_is_rounded_to_the_nearest_of_8_bits[E5M2-triton]",
+    f"{DRAWING}::test_each_kind_of_parameters_draws_torch_s_tokens[top-p]",
     *(
         f"{FUSED}::{name}"
         for name in (
             "test_norm_after_an_addition_equals_transformers",
             "test_fused_gates_equal_silu_and_gelu",
-            "test_rows_are_quantized_to_8_bits_with_their_scales",
+            "test_products_of_few_rows_equal_torch_s",
             "test_one_pass_over_few_tokens_equals_the_separate_operations",
-            "test_one_pass_divides_by_scales_before_rounding",
         )
     ),
-    f"{DRAWING}::test_each_kind_of_parameters_draws_torch_s_tokens[top-p]",
-    f"{DRAWING}::test_raw_and_processed_log_probabilities_equal_torch_s",
+    f"{DRAWING}::test_the_floor_is_exact_at_any_rank_among_the_logits[two peaks-search7-False]",
 )
 
 
@@ -65,39 +57,33 @@ def interpreted(*arguments: str) -> int:
     ]
     environment = ("env", "TRITON_INTERPRET=1", "OMP_NUM_THREADS=1")
     result = subprocess.run(
-        [*environment, *command], capture_output=True, text=True, check=False, timeout=600, cwd=ROOT
+        [*environment, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1200,
+        cwd=ROOT,
     )
     assert result.returncode == 0, result.stdout[-3000:]
     found = re.search(r"(\d+) passed", result.stdout)
     return int(found[1]) if found else 0
 
 
-def without_fast(rounds: int) -> list[str]:
-    every = 1 if rounds >= 50 else 5
-    return [
-        *(word for name in FAST[4:] for word in ("--deselect", name)),
-        *("--every", str(every)),
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_selected_cases_of_every_kernel_pass_interpreted() -> None:
+def test_a_case_of_every_kernel_passes_interpreted() -> None:
     pytest.importorskip("triton")
-    assert interpreted(*FAST) >= 50
+    files = (ATTENTION, SPLITS, LARGE, PREFIXES, DRAWING, FUSED, BACKENDS)
+    assert interpreted("--once", "-k", "not reference and not cpu", *files, *CHOSEN) >= 45
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_cases_of_attention_pass_interpreted(rounds: int) -> None:
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("files", "least"),
+    [((ATTENTION, SPLITS, LARGE, PREFIXES), 35), ((BACKENDS,), 25), ((DRAWING, FUSED), 25)],
+    ids=["attention", "backends", "draws and families"],
+)
+def test_every_case_passes_interpreted(files: tuple[str, ...], least: int) -> None:
     pytest.importorskip("triton")
-    least = 23 if rounds >= 50 else 5
-    assert interpreted(BACKENDS, "-k", "triton and not cuda", *without_fast(rounds)) >= least
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_draws_and_families_pass_interpreted(rounds: int) -> None:
-    pytest.importorskip("triton")
-    least = 20 if rounds >= 50 else 4
-    assert interpreted(DRAWING, FUSED, *without_fast(rounds)) >= least
+    assert interpreted("-k", "not reference and not cpu", *files) >= least
