@@ -18,6 +18,7 @@ from tests.engines.own.cuda.assembler import (
     FEW_BYTES,
     spilled_bytes,
 )
+from tests.support.marks import long_unless
 from tokenmill_worker.engines.own.attention.base import AttentionMetadata, AttentionShape
 
 triton = pytest.importorskip("triton")
@@ -160,10 +161,22 @@ NARROW = {  # keys and values of 8 bits, which older GPUs do not have
 }
 
 
+# a build takes seconds: all others belong to the long form
+SHORT = {
+    *((80, name) for name in ("decode", "soft-capped prompt", "exact")),
+    *((90, name) for name in ("split decode", "prompt", "split decode over 8 bits")),
+}
+
+
 @pytest.mark.parametrize(
     ("capability", "shape", "query_len", "seq_len", "element", "window", "has_sinks", "cache"),
     [
-        pytest.param(capability, *case, id=f"{name}, {capability}")
+        pytest.param(
+            capability,
+            *case,
+            id=f"{name}, {capability}",
+            marks=() if (capability, name) in SHORT else pytest.mark.long,
+        )
         for capability, cases in ((80, WIDE), (90, WIDE | NARROW))
         for name, case in cases.items()
     ],
@@ -188,8 +201,15 @@ def test_the_attention_kernel_keeps_its_rows_in_registers(
     assert spilled_bytes(assembly, architecture_of(capability), tmp_path) <= most
 
 
-@pytest.mark.parametrize(("capability", "cache"), [(80, "bf16"), (90, "bf16"), (90, "fp8e4nv")])
-@pytest.mark.parametrize("shape", [LLAMA, SMOLLM, GEMMA], ids=["llama", "smollm", "gemma"])
+@pytest.mark.parametrize(
+    ("capability", "cache"),
+    long_unless({(90, "fp8e4nv")}, [(80, "bf16"), (90, "bf16"), (90, "fp8e4nv")]),
+)
+@pytest.mark.parametrize(
+    "shape",
+    [LLAMA, *(pytest.param(shape, marks=pytest.mark.long) for shape in (SMOLLM, GEMMA))],
+    ids=["llama", "smollm", "gemma"],
+)
 @pytest.mark.parametrize("seq_len", [500, 5000])
 def test_many_decodes_keep_their_rows_in_registers(
     seq_len: int, shape: AttentionShape, capability: int, cache: str, tmp_path: Path
@@ -200,7 +220,9 @@ def test_many_decodes_keep_their_rows_in_registers(
     assert spilled_bytes(assembly, architecture_of(capability), tmp_path) <= FEW_BYTES
 
 
-@pytest.mark.parametrize(("num_seqs", "cache"), [(8, "bf16"), (128, "fp8e4nv")])
+@pytest.mark.parametrize(
+    ("num_seqs", "cache"), long_unless({(128, "fp8e4nv")}, [(8, "bf16"), (128, "fp8e4nv")])
+)
 def test_decodes_with_a_common_prefix_keep_their_rows_in_registers(
     num_seqs: int, cache: str, tmp_path: Path
 ) -> None:

@@ -67,33 +67,44 @@ UNSCALED = {"HAS_SCALES": False, "key_scales": None, "value_scales": None}
 PRODUCT = {"INPUTS": 4096, "HAS_BIAS": True, "HAS_SCALES": False}
 
 
+BUILDS: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "add and norm": (norm_kernel, {"WIDTH": 4096, "PAD": 4096, "OFFSET": 0.0, "ADDS": True}, 8),
+    "norm": (norm_kernel, {"WIDTH": 2560, "PAD": 4096, "OFFSET": 1.0, "ADDS": False}, 8),
+    "8 bits": (
+        quantize_kernel,
+        {"WIDTH": 14336, "PAD": 16384, "LARGEST": 448.0, "LEAST_SCALE": 1e-12},
+        16,
+    ),
+    "silu": (gate_kernel, {"INNER": 14336, "TILE": 1024, "IS_GELU": False}, 4),
+    "gelu": (gate_kernel, {"INNER": 9728, "TILE": 1024, "IS_GELU": True}, 4),
+    "rotate": (rotate_and_write_kernel, {**HEADS, **ROTATE, **UNSCALED, "TOKENS": 1}, 1),
+    "norm and rotate": (rotate_and_write_kernel, {**HEADS, **NORM, **UNSCALED, "TOKENS": 8}, 4),
+    "scaled": (rotate_and_write_kernel, {**HEADS, **NORM, "HAS_SCALES": True, "TOKENS": 1}, 1),
+    "measure": (measure_kernel, {"CHUNK": CHUNK}, WARPS),
+    "race": (race_kernel, CHUNKS, WARPS),
+    "pick": (pick_kernel, CHUNKS, WARPS),
+    "gather": (gather_kernel, {**CHUNKS, "TILE": TILE}, WARPS),
+    "choose": (choose_kernel, {"CHUNKS_PAD": 32, "TILE": TILE}, CHOOSE_WARPS),
+    "one row": (one_row_kernel, {**PRODUCT, "OUTPUTS": 16, "TILE": 256, "NUM_STAGES": 4}, 4),
+    "few rows": (
+        few_rows_kernel,
+        {**PRODUCT, "OUTPUTS": 64, "ROWS": 16, "TILE": 128, "NUM_STAGES": 6},
+        4,
+    ),
+    "64 rows": (
+        few_rows_kernel,
+        {**PRODUCT, "OUTPUTS": 64, "ROWS": 64, "TILE": 128, "NUM_STAGES": 3},
+        4,
+    ),
+}
+LONG = ("norm", "gelu", "norm and rotate", "64 rows")  # other builds of the same kernels
+
+
 @pytest.mark.parametrize(
     ("kernel", "constants", "warps"),
     [
-        (norm_kernel, {"WIDTH": 4096, "PAD": 4096, "OFFSET": 0.0, "ADDS": True}, 8),
-        (norm_kernel, {"WIDTH": 2560, "PAD": 4096, "OFFSET": 1.0, "ADDS": False}, 8),
-        (
-            quantize_kernel,
-            {"WIDTH": 14336, "PAD": 16384, "LARGEST": 448.0, "LEAST_SCALE": 1e-12},
-            16,
-        ),
-        (gate_kernel, {"INNER": 14336, "TILE": 1024, "IS_GELU": False}, 4),
-        (gate_kernel, {"INNER": 9728, "TILE": 1024, "IS_GELU": True}, 4),
-        (rotate_and_write_kernel, {**HEADS, **ROTATE, **UNSCALED, "TOKENS": 1}, 1),
-        (rotate_and_write_kernel, {**HEADS, **NORM, **UNSCALED, "TOKENS": 8}, 4),
-        (rotate_and_write_kernel, {**HEADS, **NORM, "HAS_SCALES": True, "TOKENS": 1}, 1),
-        (measure_kernel, {"CHUNK": CHUNK}, WARPS),
-        (race_kernel, CHUNKS, WARPS),
-        (pick_kernel, CHUNKS, WARPS),
-        (gather_kernel, {**CHUNKS, "TILE": TILE}, WARPS),
-        (choose_kernel, {"CHUNKS_PAD": 32, "TILE": TILE}, CHOOSE_WARPS),
-        (one_row_kernel, {**PRODUCT, "OUTPUTS": 16, "TILE": 256, "NUM_STAGES": 4}, 4),
-        (few_rows_kernel, {**PRODUCT, "OUTPUTS": 64, "ROWS": 16, "TILE": 128, "NUM_STAGES": 6}, 4),
-        (few_rows_kernel, {**PRODUCT, "OUTPUTS": 64, "ROWS": 64, "TILE": 128, "NUM_STAGES": 3}, 4),
-    ],
-    ids=[
-        *("add and norm", "norm", "8 bits", "silu", "gelu", "rotate", "norm and rotate", "scaled"),
-        *("measure", "race", "pick", "gather", "choose", "one row", "few rows", "64 rows"),
+        pytest.param(*build, id=name, marks=pytest.mark.long if name in LONG else ())
+        for name, build in BUILDS.items()
     ],
 )
 def test_fused_kernels_keep_their_rows_in_registers(
