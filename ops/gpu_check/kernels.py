@@ -5,6 +5,7 @@ It ends with an error if a kernel's numbers are not torch's. Then come the matri
 
 import argparse
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -267,7 +268,7 @@ def checks(tensors: TensorOptions, name: str) -> Iterator[Callable[[], KernelChe
         for long in (48,) if is_small else (2048, 8192):
             yield partial(attention, tensors, shape, 1, long, long)
         yield from common_prefixes(tensors, name)
-    for rows in (3,) if is_small else (1, 256):
+    for rows in (2,) if is_small else (1, 256):
         for make in (rotary, norm, gated):
             yield partial(make, tensors, shape, rows)
         for is_greedy in (True, False):
@@ -276,14 +277,18 @@ def checks(tensors: TensorOptions, name: str) -> Iterator[Callable[[], KernelChe
 
 def run(check: KernelCheck, tensors: TensorOptions, ceilings: Ceilings) -> tuple[bool, str]:
     """Return whether the numbers are torch's, and a line with the times."""
-    found, wanted = check.ours(), check.torchs()
+    started = time.perf_counter()
+    found = check.ours()
+    seconds = time.perf_counter() - started
+    wanted = check.torchs()
     if found.is_floating_point():
         error = float(((found - wanted).abs() / (1 + wanted.abs())).float().max())
     else:
         error = float((found != wanted).float().mean())
     is_right = error <= check.tolerance  # False if the error is NaN
     del found, wanted
-    seconds = seconds_a_call([check.ours], tensors.device)
+    if tensors.device.type == "cuda":
+        seconds = seconds_a_call([check.ours], tensors.device)  # else Triton is interpreted: once
     rates = f"{100 * check.moved / seconds / ceilings.copied_bytes_s:.0f} % of copy"
     if check.operations:
         rates += f", {check.operations / seconds / 1e12:.1f} TFLOP/s"
