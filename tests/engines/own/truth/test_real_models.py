@@ -15,6 +15,7 @@ import transformers
 from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.truth import expected
+from tests.support.marks import LONG, long_unless
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.config.cache import Window
@@ -134,13 +135,13 @@ def lag_of(folder: Path) -> Lag:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> tuple[Path, list[Prompt], Lag]:
+def smollm2(rounds: int) -> tuple[Path, list[Prompt], Lag]:
     folder = folder_of("smollm2-135m-instruct")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(TEXT)["input_ids"]
     draw = random.Random(1)
     prompts: list[Prompt] = []
-    for _ in range(30):
+    for _ in range(30 if rounds >= LONG else 12):
         start, length = draw.randrange(len(ids) - 2), draw.choice((1, 3, 8, 20, 50, 120))
         prompts.append((tuple(ids[start : start + length]), draw.choice((1, 2, 5, 9, 16, 24))))
     return folder, prompts, lag_of(folder)
@@ -154,21 +155,22 @@ def gemma3_ids() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def gemma3() -> tuple[Path, Lag]:
-    folder = folder_of("gemma3-270m")
-    return folder, lag_of(folder)
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, Lag]]:
+    """Return a function that gives a model with the same weights and a window of so many tokens
+    instead of 512.
+    """
 
+    @functools.cache
+    def of(window: int) -> tuple[Path, Lag]:
+        folder, original = tmp_path_factory.mktemp("gemma3"), folder_of("gemma3-270m")
+        for path in original.iterdir():
+            (folder / path.name).symlink_to(path)
+        settings = json.loads((original / "config.json").read_text()) | {"sliding_window": window}
+        (folder / "config.json").unlink()
+        (folder / "config.json").write_text(json.dumps(settings))
+        return folder, lag_of(folder)
 
-@pytest.fixture(scope="module")
-def narrow_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a model with the same weights and a window of 64 tokens instead of 512."""
-    folder, original = tmp_path_factory.mktemp("gemma3"), folder_of("gemma3-270m")
-    for path in original.iterdir():
-        (folder / path.name).symlink_to(path)
-    settings = json.loads((original / "config.json").read_text()) | {"sliding_window": 64}
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(settings))
-    return folder
+    return of
 
 
 def make_gemma(folder: Path, **changes: object) -> CollectingEngine:
@@ -179,28 +181,27 @@ def make_gemma(folder: Path, **changes: object) -> CollectingEngine:
     return CollectingEngine.load(EngineConfig(**{**settings, **changes}))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("window", long_unless({64}, [64, 512]))
 def test_gemma3_answers_prompts_around_and_far_beyond_its_window(
-    gemma3: tuple[Path, Lag], gemma3_ids: list[int]
+    gemma3: Callable[[int], tuple[Path, Lag]], gemma3_ids: list[int], window: int
 ) -> None:
-    folder, lag = gemma3
-    prompts = [(tuple(gemma3_ids[:length]), 8) for length in (5, 508, 515, 1100)]
+    folder, lag = gemma3(window)
+    lengths = (5, window - 4, window + 3, 2 * window + 76)
+    prompts = [(tuple(gemma3_ids[:length]), 8) for length in lengths]
     with make_gemma(folder) as engine:
         assert [group.window for group in engine.runner.info.cache_config.groups] == [
-            Window(512),
+            Window(window),
             None,
         ]
         check(lag, prompts, answers_of(engine, prompts, [2] * len(prompts)))
 
 
 def test_gemma3_writes_an_answer_that_crosses_its_window_several_times(
-    narrow_gemma3: Path, gemma3_ids: list[int]
+    gemma3: Callable[[int], tuple[Path, Lag]], gemma3_ids: list[int], rounds: int
 ) -> None:
-    prompt = tuple(gemma3_ids[:30])
-    with make_gemma(narrow_gemma3, num_blocks=19) as engine:
-        assert [group.window for group in engine.runner.info.cache_config.groups] == [
-            Window(64),
-            None,
-        ]
-        output = engine.result(ask(engine, prompt, 160))
+    folder, lag = gemma3(64)
+    prompt, length = tuple(gemma3_ids[:30]), 160 if rounds >= LONG else 110
+    with make_gemma(folder, num_blocks=19) as engine:
+        output = engine.result(ask(engine, prompt, length))
         assert engine.capacity().free_blocks == 19, "a window's blocks that are passed come back"
-    check(lag_of(narrow_gemma3), [(prompt, 160)], [output.token_ids])
+    check(lag, [(prompt, length)], [output.token_ids])
