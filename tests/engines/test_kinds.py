@@ -41,7 +41,7 @@ def test_packages_that_are_missing_are_named_with_the_command_that_installs_them
     python = sys.executable
     assert missing_packages("vllm") == (
         "the engine vllm needs vllm, jsonschema_rs: "
-        f"{python} -m pip install vllm jsonschema-rs, {other}"
+        f"{python} -m pip install 'vllm>=0.32,<0.33' jsonschema-rs, {other}"
     )
     words = missing_packages("own")
     assert words.startswith("the engine own needs transformers, safetensors, ")

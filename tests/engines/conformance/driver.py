@@ -22,6 +22,7 @@ from tokenmill_schemas.generation import FinishReason, SamplingParams, TokenLogp
 from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.contract.messages import (
     Command,
+    EngineFailed,
     Frame,
     Ready,
     Report,
@@ -92,6 +93,7 @@ class EngineUnderTest:
         self._buffer = bytearray()
         self.answers: dict[tuple[str, int], ReportedChoice] = {}
         self.frames: list[Frame] = []
+        self.failure: EngineFailed | None = None
         self.send_bytes(start if isinstance(start, bytes) else msgspec.msgpack.encode(start))
 
     def ready(self, timeout_s: float = 600) -> Ready:
@@ -119,6 +121,8 @@ class EngineUnderTest:
         self._socket.settimeout(timeout_s)
         length = int.from_bytes(self._read(4), "little")
         report = read_report(self._read(length))
+        if isinstance(report, EngineFailed):
+            self.failure = report
         if isinstance(report, Frame):
             self.frames.append(report)
             for event in report.events:

@@ -251,7 +251,10 @@ async def test_an_engine_python_that_cannot_be_run_is_named(python: str) -> None
 
 async def test_an_engine_without_a_python_of_its_own_is_tried_by_the_worker_s() -> None:
     host = EngineProcess(Start(engine="vllm", settings={"model": "/models/any"}))
-    words = f"the engine vllm needs vllm: {sys.executable} -m pip install vllm, or name another"
+    words = (
+        f"the engine vllm needs vllm: {sys.executable} -m pip install 'vllm>=0.32,<0.33', "
+        "or name another"
+    )
     with pytest.raises(EngineDied, match=re.escape(words)) as death:
         await host.start()
     assert (death.value.at_start, death.value.may_pass) == (True, False)

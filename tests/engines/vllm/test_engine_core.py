@@ -17,22 +17,30 @@ from tests.engines.conformance.test_process import group_of
 from tests.engines.vllm import out_of_memory
 from tests.support.vllm import VLLM, needs_vllm, with_vllm
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_worker.contract.messages import CancelRequest, EngineFailed, Report
+from tokenmill_worker.contract.messages import CancelRequest, EngineFailed
 from tokenmill_worker.engines.process.host import CHILD_MODULE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1_200), needs_vllm]
 
 
-@pytest.fixture
-def engine() -> Iterator[EngineUnderTest]:
-    environment = with_vllm(os.environ, f"{out_of_memory.__name__}:install")  # noqa: TID251
-    command = [str(VLLM), "-m", CHILD_MODULE]
-    engine = EngineUnderTest(command, start_of_kind("vllm"), environment)
-    try:
-        engine.ready()
-        yield engine
-    finally:
+@pytest.fixture(scope="module")
+def started() -> Iterator[list[EngineUnderTest]]:
+    """The engines of this module: the last one may live."""
+    engines: list[EngineUnderTest] = []
+    yield engines
+    for engine in engines:
         engine.kill()
+
+
+@pytest.fixture
+def engine(started: list[EngineUnderTest]) -> EngineUnderTest:
+    """The engine that a test before has left, or another one where it has ended."""
+    if not started or started[-1].failure is not None:
+        environment = with_vllm(os.environ, f"{out_of_memory.__name__}:install")  # noqa: TID251
+        command = [str(VLLM), "-m", CHILD_MODULE]
+        started.append(EngineUnderTest(command, start_of_kind("vllm"), environment))
+        started[-1].ready()
+    return started[-1]
 
 
 @contextlib.contextmanager
@@ -50,10 +58,9 @@ def core_stopped(engine: EngineUnderTest) -> Iterator[None]:
 
 
 def failure(engine: EngineUnderTest) -> EngineFailed:
-    report: Report = engine.report()
-    while not isinstance(report, EngineFailed):
-        report = engine.report()
-    return report
+    engine.until(lambda: engine.failure is not None)
+    assert engine.failure is not None
+    return engine.failure
 
 
 def test_a_cancel_is_answered_beside_a_core_that_hangs_and_is_no_step(
@@ -68,8 +75,9 @@ def test_a_cancel_is_answered_beside_a_core_that_hangs_and_is_no_step(
         before = len(engine.frames)
         engine.send(CancelRequest(ends.request_id, FinishReason.CANCELLED))
         engine.until(lambda: engine.of(keys[1]).finish_reason is not None)
-        engine.submit(request(lora="nobody"))
-        engine.until(lambda: len(engine.answers) == 3)
+        refused = request(lora="nobody")
+        engine.submit(refused)
+        engine.until(lambda: engine.of((refused.request_id, 0)).finish_reason is not None)
         last = engine.frames[-1]
         assert [event.error_code for event in last.events] == ["invalid_request"]
         assert last.ended_s == 0.0
@@ -96,13 +104,14 @@ def test_a_core_that_hangs_gives_no_sign_of_life_when_its_requests_have_expired(
 
 
 def test_a_step_without_memory_is_reported_with_its_cause(engine: EngineUnderTest) -> None:
-    engine.submit(request(max_tokens=300), request(prompt=(out_of_memory.TOKEN, *PROMPT)))
+    others = request(max_tokens=300), request(prompt=(out_of_memory.TOKEN, *PROMPT))
+    engine.submit(*others)
     found = failure(engine)
     assert found.message == (
         f"vLLM's engine core has died: OutOfMemoryError: {out_of_memory.WORDS}"
     )
     assert (found.at_start, found.any_step) == (False, False)
-    assert all(answer.finish_reason is None for answer in engine.answers.values())
+    assert [engine.of((item.request_id, 0)).finish_reason for item in others] == [None, None]
 
 
 def test_a_killed_part_is_named_as_the_cause(engine: EngineUnderTest) -> None:

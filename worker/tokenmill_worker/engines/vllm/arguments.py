@@ -15,9 +15,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tokenmill_schemas.generation import LOGPROBS_MODES
-from tokenmill_worker.engines.vllm.config import MAX_LOGPROBS, VllmConfig
+from tokenmill_worker.engines.vllm.config import MAX_LOGPROBS, PACKAGE, TESTED, VllmConfig
 
-TESTED: Final = ((0, 32), (0, 33))  # minor versions: from, below
 # arguments that follow from the worker's own settings, or on which the adapter depends
 OWNED: Final = {
     **{name: f"use --{name.replace('_', '-')}" for name in (
@@ -47,7 +46,7 @@ def check_version(version: str) -> None:
     if found is None or not first <= (int(found[1]), int(found[2])) < below:
         raise ArgumentError(
             f"vLLM {version} is not tested with this version of tokenmill: {sys.executable} -m pip "
-            f"install 'vllm>={first[0]}.{first[1]},<{below[0]}.{below[1]}'"
+            f"install {PACKAGE}"
         )
 
 

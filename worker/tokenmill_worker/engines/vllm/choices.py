@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,8 +10,6 @@ from tokenmill_schemas.generation import FinishReason, TokenLogprob
 from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.engines.choices import RunningChoice
 from tokenmill_worker.engines.vllm.plugin import taken_note
-
-log = logging.getLogger(__name__)
 
 _REASONS: Final = {
     "stop": FinishReason.STOP,
@@ -39,8 +36,7 @@ class VllmChoice(RunningChoice):
             return None
         try:
             output = self.collector.get_nowait()
-        except Exception:  # vLLM's handler of outputs has ended: every choice may run elsewhere
-            log.exception("vLLM gives no more outputs; its engine is replaced")
+        except Exception:  # vLLM's handler of outputs has ended, and has logged why: `errored`
             return None
         one, is_first = output.outputs[0], not self.has_reported
         reason = _REASONS.get(one.finish_reason)

@@ -12,6 +12,8 @@ from tokenmill_worker.contract.engine_kind import EngineConfigError, EngineKind
 from tokenmill_worker.contract.name_table import read_table
 from tokenmill_worker.contract.setting_fields import field_problems, setting
 
+TESTED: Final = ((0, 32), (0, 33))  # minor versions of vLLM: from, below
+PACKAGE: Final = "'vllm>={}.{},<{}.{}'".format(*TESTED[0], *TESTED[1])
 MAX_LOGPROBS: Final = 100  # at a position, as the queue allows
 MAX_BIASES, MAX_STOP_IDS = 1_024, 128  # of a request; beyond them vLLM's engine core dies (GPUs)
 
@@ -144,5 +146,5 @@ KIND: Final = EngineKind(
     capabilities=capabilities_of(has_grammars=True, has_adapters=True, has_position_seeds=True),
     notes=NOTES,
     instead={name: f"--engine-arg {argument}=…" for name, argument in INSTEAD.items()},
-    packages={"vllm": "vllm", "jsonschema_rs": "jsonschema-rs"},
+    packages={"vllm": PACKAGE, "jsonschema_rs": "jsonschema-rs"},
 )

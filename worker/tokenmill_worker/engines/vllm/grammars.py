@@ -20,7 +20,7 @@ from tokenmill_worker.engines.vllm.bound_answer import BoundAnswer
 
 
 class CoreGrammars:
-    """Makes the grammars of one engine core. It reads the model's tokens, and starts the process
+    """Makes the grammars of one engine core. It reads the model's tokens, and waits for the process
     that compiles grammars, before the first step: beside steps, that takes minutes on few cores.
     """
 
@@ -33,7 +33,7 @@ class CoreGrammars:
             self._compiler = GrammarCompiler(
                 words.info, special_ids=words.special_ids, encode=words.encode
             )
-            self._compiler.start()
+            self._compiler.start(wait=True)
 
     def matched(self, request: Any, answer: BoundAnswer) -> MatchedGrammar:
         """Return the grammar of a request, behind what it resumes. Raises GrammarError."""

@@ -139,7 +139,6 @@ def _load(start: Start, mailbox: Mailbox, emit: Emit) -> tuple[Adapter, Ready]:
         wake=partial(mailbox.put, Submit(())),
     )
     report("loading the model into vLLM", 1.0)
-    logging.getLogger("vllm").propagate = True
     limits, capacity, parallel = adapter.limits, adapter.capacity(), config.parallel_config
     return adapter, Ready(
         model=settings.model,

@@ -79,10 +79,12 @@ class GrammarCompiler:
         )
         return cls(info, **options)
 
-    def start(self) -> None:
-        """Start the process in the background; otherwise the first grammar starts it."""
+    def start(self, *, wait: bool = False) -> None:
+        """Start the process in the background, or `wait` for it; otherwise the first grammar starts
+        it.
+        """
         if self._process is not None:
-            self._process.start()
+            self._process.start(wait=wait)
 
     def close(self) -> None:
         if self._process is not None:

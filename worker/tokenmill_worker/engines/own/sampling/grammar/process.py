@@ -86,9 +86,12 @@ class GrammarProcess:
         process = self._parts.process
         return None if process is None else process.pid
 
-    def start(self) -> None:
-        """Start in the background."""
-        threading.Thread(target=self._prepare, name="grammar process", daemon=True).start()
+    def start(self, *, wait: bool = False) -> None:
+        """Start in the background, or `wait` until it is ready or has failed."""
+        if wait:
+            self._prepare()
+        else:
+            threading.Thread(target=self._prepare, name="grammar process", daemon=True).start()
 
     def close(self) -> None:
         if (process := self._parts.process) is not None:
