@@ -16,7 +16,7 @@ from tokenmill_worker.engines.own.model.vocabulary import vocabulary
 from tokenmill_worker.engines.own.sampling.grammar.bitmasks import allow_only
 from tokenmill_worker.engines.own.sampling.grammar.compiler import GrammarCompiler
 from tokenmill_worker.engines.own.sampling.grammar.thoughts import ThoughtsMatcher
-from tokenmill_worker.engines.vllm.bound_answer import BoundAnswer
+from tokenmill_worker.engines.vllm.plugin import BoundAnswer
 
 
 class CoreGrammars:
@@ -55,19 +55,19 @@ class MatchedGrammar(StructuredOutputGrammar):
     """One answer's matcher. It ends with an end token behind what the grammar requires."""
 
     def __init__(self, matcher: Any, stops: frozenset[int]) -> None:
-        self._matcher, self._stops, self._has_ended = matcher, stops, False
+        self._matcher, self._stops = matcher, stops
+        self._num_ended = 0  # tokens at and behind the end
+        self._num_unread = 0  # of these, tokens that the matcher has not read
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         return all(map(self._accept, tokens))
 
     def _accept(self, token: int) -> bool:
-        if self._has_ended:
-            return True
-        if token in self._stops and self._matcher.is_terminated():
-            self._has_ended = True
-            return True
-        self._has_ended = token in self._stops
-        return bool(self._matcher.accept_token(token))
+        has_ended, is_end = self._num_ended > 0, token in self._stops
+        is_unread = has_ended or (is_end and self._matcher.is_terminated())
+        self._num_ended += has_ended or is_end
+        self._num_unread += is_unread
+        return is_unread or bool(self._matcher.accept_token(token))
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         accepted: list[int] = []
@@ -80,10 +80,10 @@ class MatchedGrammar(StructuredOutputGrammar):
         return accepted
 
     def rollback(self, num_tokens: int) -> None:
-        if self._has_ended and num_tokens:
-            self._has_ended, num_tokens = False, num_tokens - 1
-        if num_tokens:
-            self._matcher.rollback(num_tokens)
+        if num_tokens > self._num_unread:
+            self._matcher.rollback(num_tokens - self._num_unread)
+        self._num_ended = max(0, self._num_ended - num_tokens)
+        self._num_unread = max(0, self._num_unread - num_tokens)
 
     def fill_bitmask(self, bitmask: Any, batch_index: int) -> None:
         if not self._matcher.is_terminated():
@@ -92,7 +92,7 @@ class MatchedGrammar(StructuredOutputGrammar):
         allow_only(bitmask[batch_index], sorted(self._stops))
 
     def is_terminated(self) -> bool:
-        return self._has_ended
+        return self._num_ended > 0
 
     def reset(self) -> None:
         raise NotImplementedError("a matcher serves one request")
