@@ -17,12 +17,12 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from tokenmill_schemas.generation import LOGPROBS_MODES
 from tokenmill_worker.engines.vllm.config import MAX_LOGPROBS, PACKAGE, TESTED, VllmConfig
 
+SAME: Final = (
+    "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "trust_remote_code",
+)  # fmt: skip
 # arguments that follow from the worker's own settings, or on which the adapter depends
 OWNED: Final = {
-    **{name: f"use --{name.replace('_', '-')}" for name in (
-        "model", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-        "trust_remote_code", "max_loras",
-    )},
+    **{name: f"use --{name.replace('_', '-')}" for name in ("model", *SAME, "max_loras")},
     "enable_prefix_caching": "use --prefix-cache",
     "enable_lora": "use --adapters",
     "reasoning_parser": "use --reasoning-format",
@@ -54,25 +54,20 @@ def engine_args(settings: VllmConfig, folder: str) -> AsyncEngineArgs:
     """Return vLLM's arguments. Raises ArgumentError for one that it does not have."""
     args = _parsed(folder, settings.arguments())
     chosen: dict[str, Any] = {
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs or None,
-        "max_num_batched_tokens": settings.max_num_batched_tokens or None,
+        **{name: value for name in SAME if (value := getattr(settings, name))},
         "enable_prefix_caching": settings.prefix_cache,
-        "trust_remote_code": settings.trust_remote_code,
         "logprobs_mode": LOGPROBS_MODES[0],
         "max_logprobs": MAX_LOGPROBS,
         "scheduling_policy": "priority",
         "disable_log_stats": True,  # the adapter's own logger has the figures
         "enable_log_requests": False,
     }
-    if folders := settings.adapter_folders.values():
+    if folders := settings.adapter_folders().values():
         rank = max(args.max_lora_rank, *map(_rank_of, folders))
         rank = next((taken for taken in get_args(MaxLoRARanks) if taken >= rank), rank)
         chosen |= {"enable_lora": True, "max_loras": settings.max_loras, "max_lora_rank": rank}
     for name, value in chosen.items():
-        if value is not None:
-            setattr(args, name, value)
+        setattr(args, name, value)
     return args
 
 

@@ -48,14 +48,11 @@ class VllmConfig:
     def problems(self) -> list[str]:
         """Return one sentence for each setting that cannot work, with the given value."""
         found = [*field_problems(self), *([] if self.model else ["model must not be empty"])]
-        try:
-            self.arguments()
-        except ValueError as error:
-            found.append(f"engine_arg {error}")
-        try:
-            _ = self.adapter_folders
-        except ValueError as error:
-            found.append(f"adapters {error}")
+        for name, read in (("engine_arg", self.arguments), ("adapters", self.adapter_folders)):
+            try:
+                read()
+            except ValueError as error:
+                found.append(f"{name} {error}")
         return found
 
     def arguments(self) -> dict[str, str]:
@@ -70,7 +67,6 @@ class VllmConfig:
             found[name] = value
         return found
 
-    @property
     def adapter_folders(self) -> dict[str, str]:
         return read_table(self.adapters, "name=folder")
 

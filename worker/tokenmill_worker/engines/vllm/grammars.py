@@ -16,7 +16,7 @@ from tokenmill_worker.engines.own.model.vocabulary import vocabulary
 from tokenmill_worker.engines.own.sampling.grammar.bitmasks import allow_only
 from tokenmill_worker.engines.own.sampling.grammar.compiler import GrammarCompiler
 from tokenmill_worker.engines.own.sampling.grammar.thoughts import ThoughtsMatcher
-from tokenmill_worker.engines.vllm.plugin import BoundAnswer
+from tokenmill_worker.engines.vllm.bound_answer import BoundAnswer
 
 
 class CoreGrammars:

@@ -134,7 +134,7 @@ def _load(start: Start, mailbox: Mailbox, emit: Emit) -> tuple[Adapter, Ready]:
         config,
         read_defaults("model", folder),
         capabilities,
-        settings.adapter_folders,
+        settings.adapter_folders(),
         FrameSender(emit),
         wake=partial(mailbox.put, Submit(())),
     )
