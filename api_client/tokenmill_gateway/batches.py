@@ -21,15 +21,13 @@ from tokenmill_gateway.keys import ApiKey
 from tokenmill_gateway.queries import query_of
 from tokenmill_gateway.refusals import HttpRefusal, json_response, unsupported
 from tokenmill_gateway.server import Server
-from tokenmill_gateway.shapes import BatchList
+from tokenmill_gateway.shapes import LONGEST_S, BatchInput, BatchList
 from tokenmill_gateway.storage import Storage, now_ms
 from tokenmill_gateway.threads import in_thread
-from tokenmill_gateway.uploads import LONGEST_S, expiry_s
+from tokenmill_gateway.uploads import expiry_s
 from tokenmill_schemas.openai import URLS
 
-_MEMBERS: Final = (
-    "input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after",
-)  # fmt: skip
+_MEMBERS: Final = BatchInput.__struct_fields__
 _STOPPABLE: Final = (BatchState.VALIDATING, BatchState.IN_PROGRESS, BatchState.FINALIZING)
 _STOPPED: Final = (BatchState.CANCELLING, BatchState.CANCELLED)
 

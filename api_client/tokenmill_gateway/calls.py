@@ -8,9 +8,11 @@ from tokenmill_gateway import batches, chat, completions, files, models, respons
 from tokenmill_gateway.openapi import Call
 from tokenmill_gateway.parameters import body_of
 from tokenmill_gateway.shapes import (
+    BatchInput,
     BatchList,
     DeletedFile,
     DeletedResponse,
+    FileInput,
     FileList,
     FileObject,
     HealthReport,
@@ -98,6 +100,8 @@ CALLS: Final = (
         path="/v1/files",
         handler=files.upload,
         words="Uploads a file, as multipart/form-data",
+        body=FileInput,
+        is_form=True,
         answer=FileObject,
     ),
     Call(
@@ -134,6 +138,7 @@ CALLS: Final = (
         path="/v1/batches",
         handler=batches.create,
         words="Begins a batch",
+        body=BatchInput,
         answer=BatchObject,
     ),
     Call(

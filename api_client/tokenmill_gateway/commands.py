@@ -67,6 +67,9 @@ def gateway(
         str,
         variable("GATEWAY_FORWARDED_ALLOW_IPS", "Proxies whose X-Forwarded-For is believed."),
     ] = "127.0.0.1",
+    metrics_host: Annotated[
+        str, variable("GATEWAY_METRICS_HOST", "Address of /metrics.")
+    ] = "127.0.0.1",
     metrics_port: Annotated[
         int | None,
         variable("GATEWAY_METRICS_PORT", "Port of /metrics; each process takes the next one."),
@@ -108,6 +111,7 @@ def gateway(
         write_s=write_seconds,
         processes=processes,
         forwarded_allow_ips=forwarded_allow_ips,
+        metrics_host=metrics_host,
         metrics_port=metrics_port,
     )
     raise typer.Exit(run(settings))

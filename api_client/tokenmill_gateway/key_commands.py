@@ -21,7 +21,7 @@ from tokenmill_gateway.options import (
     KeySecret,
     RedisUrl,
 )
-from tokenmill_gateway.queues import queues_of_server
+from tokenmill_gateway.queues import limit_everywhere
 from tokenmill_schemas.job import Priority
 from tokenmill_schemas.webhook import redacted_url
 
@@ -112,7 +112,7 @@ def limit(
     concurrency: Annotated[int | None, typer.Option(help="Answers that run at once.")] = None,
     weight: Annotated[float | None, typer.Option(help="Share beside other tenants.")] = None,
     queue: Annotated[
-        list[str] | None, typer.Option(help="Queue, repeatable. None: all of the server.")
+        list[str] | None, typer.Option(help="Queue, repeatable. None: all, also later ones.")
     ] = None,
     redis_url: RedisUrl = REDIS,
     key_prefix: KeyPrefix = "tm:",
@@ -121,15 +121,17 @@ def limit(
     limits = {"rate": rate, "burst": burst, "concurrency": concurrency, "weight": weight}
     if all(value is None for value in limits.values()):
         raise ConfigurationError("name a limit: --rate, --burst, --concurrency or --weight")
-    queues = queue or queues_of_server(redis_url, key_prefix)
-    if not queues:
-        raise ConfigurationError("this server has no queue yet: name one with --queue")
+    wrong = [name for name, value in limits.items() if value is not None and not value >= 0]
+    if wrong:
+        raise ConfigurationError(f"a limit is at least 0, or 0 for none: --{wrong[0]}")
+    queues = queue or limit_everywhere(redis_url, key_prefix, tenant, limits)
     for name in queues:
         with Client(redis_url, queue=name, prefix=key_prefix) as client:
             client.set_limits(
                 tenant, rate=rate, burst=burst, concurrency=concurrency, weight=weight
             )
-    say(f"the limits of {tenant} are set in {', '.join(queues)}")
+    later = [] if queue else ["every queue that comes"]
+    say(f"the limits of {tenant} are set in {', '.join([*queues, *later])}")
 
 
 @keys.command()

@@ -27,7 +27,7 @@ async def listed(server: Server, request: Request) -> ASGIApp:
 async def one(server: Server, request: Request) -> ASGIApp:
     key = await server.key_of(request)
     name: str = request.path_params["model"]
-    found = await server.queues.models(key)
+    found = await server.queues.models(key, with_queues=True)
     if name not in found:
         raise unknown_model(name)
     return json_response(_shown(name, found[name]))

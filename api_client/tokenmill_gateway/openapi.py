@@ -19,6 +19,7 @@ Handler = Callable[[Server, Request], Awaitable[ASGIApp]]
 Parts = dict[type, Any]
 _IN_PATH: Final = re.compile(r"{(\w+)(?::path)?}")
 _JSON: Final = "application/json"
+_FORM: Final = "multipart/form-data"
 _SECURITY: Final[list[dict[str, list[str]]]] = [{"key": []}]
 
 
@@ -27,7 +28,8 @@ class Call:
     """One method of one path.
 
     `query` has the parameters of its query, `body` and `answer` are the JSON of both sides.
-    `other`: the further types that an answer may have. `is_public`: it asks for no key.
+    `is_form`: the body is multipart/form-data. `other`: the further types that an answer may have.
+    `is_public`: it asks for no key.
     """
 
     method: str
@@ -37,6 +39,7 @@ class Call:
     answer: type[msgspec.Struct] | None = None
     query: type[msgspec.Struct] | None = None
     body: type[msgspec.Struct] | None = None
+    is_form: bool = False
     other: tuple[str, ...] = ()
     is_public: bool = False
 
@@ -98,8 +101,8 @@ def _operation(call: Call, of_kind: Parts, components: dict[str, Any]) -> dict[s
     if not call.is_public:
         found["security"] = _SECURITY
     if call.body is not None:
-        schema = of_kind[call.body]
-        found["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
+        schema, kind = of_kind[call.body], _FORM if call.is_form else _JSON
+        found["requestBody"] = {"required": True, "content": {kind: {"schema": schema}}}
     return found
 
 

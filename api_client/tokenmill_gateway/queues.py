@@ -20,7 +20,7 @@ from tokenmill_gateway.rates import Rates
 from tokenmill_gateway.refusals import HttpRefusal
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.job import JobRequest
-from tokenmill_schemas.keys import queue_of
+from tokenmill_schemas.keys import queue_of, tenant_limits
 from tokenmill_schemas.validation import MAX_NAME_CHARS
 
 PREFIXES: Final = ("resp_", "chatcmpl-", "cmpl-")
@@ -80,7 +80,15 @@ class Queues:
         return list(self._clients.values())
 
     async def of_model(self, model: object, key: ApiKey) -> AsyncClient:
-        """Return the client of the queue that serves a model. Raises HttpRefusal."""
+        """Return the client of the queue that serves a model, in which the key's tenant has its
+        limits. Raises HttpRefusal.
+        """
+        client = await self._of_model(model, key)
+        with _translated():
+            await self.rates.apply(client.queue, key.tenant)
+        return client
+
+    async def _of_model(self, model: object, key: ApiKey) -> AsyncClient:
         if not isinstance(model, str) or not model:
             code = "missing_required_parameter"
             raise HttpRefusal.of(400, code, "you must provide a model parameter", "model")
@@ -102,15 +110,19 @@ class Queues:
                 return client
         raise unknown_model(model)
 
-    async def models(self, key: ApiKey) -> dict[str, int | None]:
+    async def models(self, key: ApiKey, *, with_queues: bool = False) -> dict[str, int | None]:
         """Return the names that a key may use, each with its model's length in tokens, as far as a
-        worker of it lives.
+        worker of it lives. `with_queues`: also the names of queues whose model has one of its own.
         """
         found: dict[str, int | None] = dict.fromkeys(self._models)
         clients = await self._all()
-        for workers in await asyncio.gather(*(client.workers() for client in clients)):
+        all_workers = await asyncio.gather(*(client.workers() for client in clients))
+        for client, workers in zip(clients, all_workers, strict=True):
             for worker in workers:
+                hidden = () if self._models or with_queues else _second_name(worker, client.queue)
                 for name in _names(worker):
+                    if name in hidden:
+                        continue
                     if not self._models or name in self._models:
                         found[name] = worker.max_model_len or None
         return {name: found[name] for name in found if key.may_use(name)}
@@ -143,9 +155,15 @@ class Queues:
         self._results.close()
 
 
-def queues_of_server(url: str, prefix: str) -> list[str]:
-    """Return the names of all queues of a server. Raises QueueUnavailable."""
+def limit_everywhere(
+    url: str, prefix: str, tenant: str, limits: Mapping[str, float | None]
+) -> list[str]:
+    """Record a tenant's limits for the queues that come, and return the names of those that are
+    there. Raises QueueUnavailable.
+    """
     with connect(url) as server, _translated():
+        given = {f"{name}:{tenant}": value for name, value in limits.items() if value is not None}
+        server.hset(tenant_limits(prefix), mapping=given)
         keys = server.scan_iter(match=_metas(prefix), count=1_000)
         return sorted(_queue_in(key, prefix) for key in keys)
 
@@ -163,6 +181,15 @@ def _names(worker: WorkerStatus) -> tuple[str, ...]:
     """Return the names of models that a worker serves."""
     names = (worker.model, *worker.aliases, *worker.adapters)
     return tuple(name for name in names if name)  # a worker that starts has none yet
+
+
+def _second_name(worker: WorkerStatus, queue: str) -> tuple[str, ...]:
+    """Return the name beside the one that a model is listed by: its queue's, which is a name too,
+    or its folder's.
+    """
+    if worker.aliases.get(queue) != worker.model:
+        return ()
+    return (worker.model if worker.model.startswith(("/", ".", "~")) else queue,)
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""Tells a tenant that has a rate how much of it is left: the headers `x-ratelimit-…`."""
+"""The limits of tenants: a queue has those that were set for every queue, and a tenant with a rate
+is told how much of it is left, in the headers `x-ratelimit-…`.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ from typing import Any, Final
 import redis.asyncio
 
 from tokenmill.transport.refusals import TRANSLATED
-from tokenmill_schemas.keys import Keys
+from tokenmill_schemas.keys import Keys, tenant_limits
 
 _REMEMBERED_S: Final = 10.0
 _MOST_REMEMBERED: Final = 10_000
+LIMITS: Final = ("rate", "burst", "concurrency", "weight")
 
 
 class Rates:
@@ -21,7 +24,25 @@ class Rates:
     def __init__(self, connection: redis.asyncio.Redis, prefix: str) -> None:
         self._redis: Any = connection
         self._prefix = prefix
+        self._applied: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._known: OrderedDict[tuple[str, str], tuple[float, float, float]] = OrderedDict()
+
+    async def apply(self, queue: str, tenant: str) -> None:
+        """Give a queue a tenant's limits of every queue, as far as it has none of its own. The
+        server is asked once in a while. Raises redis-py's errors.
+        """
+        place, now = (queue, tenant), time.monotonic()
+        if self._applied.get(place, 0.0) > now:
+            return
+        names = [f"{name}:{whose}" for name in LIMITS for whose in (tenant, "*")]
+        found = await self._redis.hmget(tenant_limits(self._prefix), names)
+        for name, value in zip(names, found, strict=True):
+            if value is not None:
+                await self._redis.hsetnx(Keys(queue, self._prefix).meta, name, value)
+        self._applied[place] = now + _REMEMBERED_S
+        self._applied.move_to_end(place)
+        if len(self._applied) > _MOST_REMEMBERED:
+            self._applied.popitem(last=False)
 
     async def headers(self, queue: str, tenant: str) -> dict[str, str]:
         """Return the headers; none without a rate, and none while the server is away."""

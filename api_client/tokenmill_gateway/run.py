@@ -51,6 +51,7 @@ class GatewaySettings:
     write_s: float = 60.0
     processes: int = 1
     forwarded_allow_ips: str = "127.0.0.1"
+    metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     files: str = ""
     upload_bytes: int = 200_000_000
@@ -158,7 +159,7 @@ async def serve(
     http = _Http(config, server, ending)
     with contextlib.ExitStack() as stack:
         if settings.metrics_port is not None:
-            stack.callback(server.metrics.serve(settings.host, settings.metrics_port))
+            stack.callback(server.metrics.serve(settings.metrics_host, settings.metrics_port))
         await http.serve([listener])
 
 

@@ -1,16 +1,21 @@
-"""The answers of the gateway that are not an answer of a model: lists, models, usage."""
+"""The bodies of files and batches, and the answers of the gateway that are not an answer of a
+model: lists, models, usage.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Generic, Literal, Self, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from tokenmill_schemas.openai_batch import BatchObject
 
 Item = TypeVar("Item")
+SHORTEST_S: Final = 3_600  # after which a file may expire
+LONGEST_S: Final = 2_592_000
 
 
 class ListPage(
@@ -75,6 +80,36 @@ class FileList(ListPage[FileObject], frozen=True, kw_only=True, tag="list"):
 class DeletedFile(msgspec.Struct, frozen=True, tag_field="object", tag="file"):
     id: str
     deleted: bool = True
+
+
+class Expiry(msgspec.Struct, frozen=True, kw_only=True):
+    """The time at which a file expires: seconds after its creation."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=SHORTEST_S, le=LONGEST_S)]
+
+
+class BatchInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body that begins a batch. `completion_window`: a number with s, m, h or d."""
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    completion_window: Annotated[str, Meta(pattern="^[1-9][0-9]*[smhd]$")]
+    metadata: dict[str, str] | None = None
+    output_expires_after: Expiry | None = None
+
+
+class FileInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The form that uploads a file."""
+
+    file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
+    purpose: Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
+    anchor: Literal["created_at"] | msgspec.UnsetType = msgspec.field(
+        default=msgspec.UNSET, name="expires_after[anchor]"
+    )
+    seconds: Annotated[int, Meta(ge=SHORTEST_S, le=LONGEST_S)] | msgspec.UnsetType = msgspec.field(
+        default=msgspec.UNSET, name="expires_after[seconds]"
+    )
 
 
 class BatchList(ListPage[BatchObject], frozen=True, kw_only=True, tag="list"):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Any, Final
+from typing import Any, Final, get_args, get_type_hints
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -14,18 +14,18 @@ from tokenmill.errors import TokenmillError
 from tokenmill.files.stored_file import StoredFile, new_file_id
 from tokenmill_gateway.multipart import Form, FormPart
 from tokenmill_gateway.refusals import HttpRefusal
+from tokenmill_gateway.shapes import LONGEST_S, SHORTEST_S, FileInput
 from tokenmill_gateway.storage import Storage, now_ms
 from tokenmill_gateway.threads import in_thread
 
 LIMIT_S: Final = 30.0  # and a second for each LEAST_BYTES_PER_S that came
 LEAST_BYTES_PER_S: Final = 1_000
-PURPOSES: Final = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
+PURPOSES: Final = get_args(get_type_hints(FileInput)["purpose"])
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS: Final = ("purpose", ANCHOR, SECONDS)
 _VALUE_BYTES: Final = 1_024
 _NAME_CHARS: Final = 255
 _FORM_BYTES: Final = 65_536  # of a body beside the file
-SHORTEST_S, LONGEST_S = 3_600, 2_592_000  # as OpenAI's
 
 
 async def receive(request: Request, storage: Storage, tenant: str) -> StoredFile:

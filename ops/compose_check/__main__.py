@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ops.compose_check import checks
+from ops.compose_check import checks, gateway
 from ops.compose_check.project import ROOT, CheckFailed, ComposeProject
 from ops.compose_check.stand_ins import build_stand_ins, override
 
@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
     with tempfile.TemporaryDirectory(prefix="tokenmill-check-") as scratch:
         project = ComposeProject(Path(scratch) / "tokenmill", ROOT / ".cache/compose-check.log")
-        project.change(**VARIABLES, REDIS_PORT=_free_port(), POSTGRES_PORT=_free_port())
+        ports = ("REDIS_PORT", "POSTGRES_PORT", "GATEWAY_PORT")
+        project.change(**VARIABLES, **{name: _free_port() for name in ports})
         if options.stand_ins:
             (project.folder / "stand-ins.json").write_text(override())
             project.change(COMPOSE_FILE="docker-compose.yml:stand-ins.json")
@@ -61,6 +62,7 @@ def _checks(older: str) -> Mapping[str, Check]:
         "rights": checks.has_few_rights,
         "settings of every role": checks.settings_reach_roles,
         "a backend on the host": checks.answers_a_backend,
+        "OpenAI's client": gateway.answers_openai,
         "waiting jobs over a restart": checks.keeps_waiting_jobs,
         **{
             f"restart of {service} in mid-answer": checks.survives_restart_of(service)

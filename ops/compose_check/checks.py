@@ -17,7 +17,7 @@ BURST = 16
 
 
 def builds(project: ComposeProject) -> str:
-    """Build the image, which four services share, with the arguments that compose passes."""
+    """Build the image, which all of our services share, with the arguments that compose passes."""
     project.compose("build", "worker-cpu")
     image = f"tokenmill:{IMAGE}"
     label = '{{index .Config.Labels "org.opencontainers.image.version"}} {{.Size}}'

@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 START_S = 1500.0  # of a first start: fetching and converting the model, compiling kernels
-_OURS = ("TOKENMILL_", "REDIS_", "POSTGRES_", "COMPOSE_")
+_OURS = ("TOKENMILL_", "REDIS_", "POSTGRES_", "GATEWAY_", "COMPOSE_")
 
 
 class CheckFailed(Exception):

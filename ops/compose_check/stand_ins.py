@@ -24,8 +24,9 @@ _UNUSED = ("site-packages", "test", "idlelib", "tkinter", "turtledemo", "__pycac
 def override() -> str:
     """Return a compose file, in JSON, that puts the stand-ins into the place of the real images."""
     build = {"build": {"args": {"PYTHON_IMAGE": NAMES["python"]}}}
-    ours = dict.fromkeys(("migrate", "worker-cpu", "tasks", "exporter"), build)
-    servers = {"redis": {"image": NAMES["valkey"]}, "postgres": {"image": NAMES["postgres"]}}
+    ours = dict.fromkeys(("migrate", "worker-cpu", "tasks", "exporter", "gateway", "keys"), build)
+    image = {"image": NAMES["postgres"]}
+    servers = {"redis": {"image": NAMES["valkey"]}, "postgres": image, "rights": image}
     return json.dumps({"services": {**ours, **servers}})
 
 

@@ -25,6 +25,7 @@
 | `tm:{q}:dead` | stream | dead-letter | until redriven or trimmed |
 | `tm:{q}:tenants` | hash job id → its named tenant | claim | until finish, release; TTL |
 | `tm:{q}:tenant:<tenant>` | hash: running, rate bucket, virtual time | scripts | TTL since use |
+| `tm:{tenants}:limits` | hash: limits of tenants in every queue | operators | for ever |
 | `tm:{q}:meta` | hash: counters, limits, settings of all tenants | scripts, operators | for ever |
 """
 
@@ -119,6 +120,11 @@ class Keys:
     @property
     def meta(self) -> str:
         return f"{self.base}meta"
+
+
+def tenant_limits(prefix: str = "tm:") -> str:
+    """Return the key of the limits that tenants have in every queue, also in later ones."""
+    return f"{prefix}{{tenants}}:limits"
 
 
 def queue_of(model: str) -> str:

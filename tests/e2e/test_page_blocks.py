@@ -59,6 +59,14 @@ ELSEWHERE = {
     ): "test_the_suite_tries_a_named_engine",
     ("gateway.md", "tokenmill keys create acme"): "test_the_guide_of_the_gateway_runs",
     ("gateway.md", "curl localhost:8080"): "test_the_guide_of_the_gateway_runs",
+    (
+        "gateway.md",
+        "upstream gateways {",
+    ): "test_a_proxy_with_the_guide_s_lines_passes_streams_and_uploads",
+    (
+        "gateway.md",
+        "api.example.com {",
+    ): "test_a_proxy_with_the_guide_s_lines_passes_streams_and_uploads",
     ("quickstart.md", "curl localhost:8080"): "test_the_guide_of_the_gateway_runs",
     ("README.md", "curl localhost:8080"): "test_the_guide_of_the_gateway_runs",
     ("bulk.md", '{"custom_id": "a-1"'): "test_the_shell_commands_of_a_page_run",
@@ -96,6 +104,7 @@ NOT_RUN = {
     ("deployment.md", "# change a password"): "needs Docker; `ops/compose-check` runs it",
     ("deployment.md", "python3 -m venv /opt/tokenmill"): "installs outside of the checkout",
     ("deployment.md", "tokenmill db upgrade"): "processes that run until they are stopped",
+    ("deployment.md", 'psql "$OWNER_URL"'): "tests/gateway/test_rights.py runs the file",
     ("deployment.md", "masteruser replica"): "lines of redis.conf; tests/e2e/test_acl.py has them",
     ("deployment.md", "sentinel monitor main"): "lines of Sentinel's file; as above",
     ("performance.md", "ops/bench engine"): "takes an hour, and needs vLLM",
@@ -116,7 +125,7 @@ def is_named(page: str, block: str, names: Iterable[tuple[str, str]]) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_is_run_or_named(page: Path) -> None:
-    languages = {"", "sh", "json", "python"}
+    languages = {"", "sh", "json", "python", "nginx", "caddyfile"}
     wrong = []
     for language, block in blocks(page):
         if language not in languages:

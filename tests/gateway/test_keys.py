@@ -64,8 +64,8 @@ async def test_a_tenant_s_rate_is_the_queue_s_and_an_answer_has_what_is_left(
     redis_url: str, database: str
 ) -> None:
     env = {"TOKENMILL_REDIS_URL": redis_url}
-    with pytest.raises(ConfigurationError, match="no queue yet"):
-        keys("limit", "acme", "--rate", "0.01", **env)
+    with pytest.raises(ConfigurationError, match="at least 0"):
+        keys("limit", "acme", "--rate", "-1", **env)
     with pytest.raises(ConfigurationError, match="name a limit"):
         keys("limit", "acme", **env)
     acme, other = new_key(database, "acme"), new_key(database, "other")
@@ -77,7 +77,7 @@ async def test_a_tenant_s_rate_is_the_queue_s_and_an_answer_has_what_is_left(
         client_of(redis_url, database) as queue,
     ):
         said = keys("limit", "acme", "--rate", "0.01", "--burst", "2", **env)
-        assert said == f"the limits of acme are set in {QUEUE}"
+        assert said == f"the limits of acme are set in {QUEUE}, every queue that comes"
         unlimited = await free.responses.with_raw_response.create(**LIMITED)
         assert not [name for name in unlimited.headers if name.startswith("x-ratelimit")]
         left = []
@@ -93,6 +93,26 @@ async def test_a_tenant_s_rate_is_the_queue_s_and_an_answer_has_what_is_left(
         assert int(headers["retry-after-ms"]) <= 100_000
         assert headers["x-request-id"].startswith("req_")
         await queue.set_limits("acme", rate=0)
+
+
+@pytest.mark.redis
+async def test_a_limit_holds_in_a_queue_that_comes_later(redis_url: str, database: str) -> None:
+    env = {"TOKENMILL_REDIS_URL": redis_url}
+    said = keys("limit", "acme", "--rate", "0.01", "--burst", "2", **env)
+    assert said == "the limits of acme are set in every queue that comes"
+    async with (
+        running_worker(redis_url, database),
+        running_gateway(redis_url, database, is_open=False, models={}) as gateway,
+        gateway.client(new_key(database, "acme")) as client,
+        client_of(redis_url, database) as queue,
+    ):
+        await queue.set_limits("acme", burst=3)  # its own: it stays
+        answer = await client.responses.with_raw_response.create(**LIMITED)
+        assert answer.headers["x-ratelimit-limit-requests"] == "3"
+        assert answer.headers["x-ratelimit-remaining-requests"] == "2"
+        names = [model.id for model in (await client.models.list()).data]
+        assert names == [MODEL]  # and not the queue, which is a name of it too
+        assert (await client.models.retrieve(QUEUE)).id == QUEUE
 
 
 @pytest.mark.redis

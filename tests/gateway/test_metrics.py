@@ -18,7 +18,10 @@ from tests.gateway.conftest import MODEL, running_gateway
 from tests.gateway.test_guide import is_ready
 from tests.support.waiting import until
 from tests.support.worker import running_worker
+from tokenmill.sql.engine import open_engine
+from tokenmill_schemas.tables import batches
 from tokenmill_worker.local.valkey_server import free_port
+from tokenmill_worker.tasks.batches import open_batches
 
 pytestmark = pytest.mark.redis
 
@@ -73,3 +76,18 @@ async def test_processes_share_a_port_and_one_that_ends_is_started_again(
     finally:
         process.kill()
         process.wait()
+
+
+def test_open_batches_are_counted_by_state_with_their_lines(database: str) -> None:
+    engine = open_engine(database)
+    row: dict[str, Any] = dict.fromkeys(("queue", "model", "tenant", "endpoint"), "x")
+    row |= {"total": 3, "completed": 1, "failed": 0, "created_ms": 1}
+    states = {"a": ("in_progress", 5), "b": ("in_progress", 5), "c": ("completed", None)}
+    with engine.begin() as connection:
+        for name, (state, due_ms) in states.items():
+            connection.execute(batches.insert().values(**row, id=name, state=state, due_ms=due_ms))
+    found = open_batches(engine)
+    engine.dispose()
+    assert found.counts["in_progress"] == 2
+    assert sum(found.counts.values()) == 2
+    assert found.lines == {"completed": 2, "failed": 0, "waiting": 4}

@@ -100,10 +100,13 @@ def test_every_setting_in_dot_env_is_passed_to_every_role(
     environment = compose["services"][service]["environment"]
     passed = {name for name, value in environment.items() if value is None}
     ours = {variable_of(name) for name in Settings.model_fields if name not in _OWN}
-    assert passed == ours | {"OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"}
-    assert {name for name in environment if name not in passed} <= {
-        variable_of(name) for name in _OWN
-    }
+    own = {variable_of(name) for name in _OWN}
+    if service == "tasks":  # which has the volume of files
+        own |= {"TOKENMILL_FILES"}
+        passed -= {name for name in passed if name.startswith("AWS_")}
+        own |= {name for name in environment if name.startswith("AWS_")}
+    assert passed == ours - own | {"OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"}
+    assert {name for name in environment if name not in passed} <= own
 
 
 def test_the_webhook_secret_is_passed_to_the_tasks_only(compose: dict[str, Any]) -> None:
@@ -138,7 +141,7 @@ def test_the_servers_run_as_their_own_users(compose: dict[str, Any]) -> None:
     assert "USER tokenmill" in DOCKERFILE
 
 
-@pytest.mark.parametrize("role", ["worker", "tasks", "exporter"])
+@pytest.mark.parametrize("role", ["worker", "tasks", "exporter", "gateway"])
 def test_a_role_has_the_same_memory_limit_as_in_kubernetes(
     compose: dict[str, Any], role: str
 ) -> None:
@@ -275,17 +278,26 @@ def test_every_target_that_prometheus_scrapes_is_a_service(compose: dict[str, An
     services = compose["services"]
     prometheus = yaml.safe_load((ROOT / "ops/deploy/prometheus/prometheus.yml").read_text())
     scrape = prometheus["scrape_configs"]
-    workers, *others = (
-        scrape[0]["dns_sd_configs"][0],
-        *(job["static_configs"][0]["targets"][0] for job in scrape[1:]),
-    )
-    for name in workers["names"]:
-        assert services[name]["environment"]["TOKENMILL_METRICS_PORT"] == workers["port"]
-        assert services[name]["environment"]["TOKENMILL_METRICS_HOST"] == "0.0.0.0"
-    for address in others:
-        host, port = address.split(":")
-        assert services[host]["environment"]["TOKENMILL_METRICS_PORT"] == int(port)
-        assert f":{port}/healthz" in services[host]["healthcheck"]["test"][-1]
+    named = {
+        (name, found["port"])
+        for job in scrape
+        for found in job.get("dns_sd_configs", ())
+        for name in found["names"]
+    }
+    fixed = {
+        tuple(job["static_configs"][0]["targets"][0].split(":"))
+        for job in scrape
+        if "static_configs" in job
+    }
+    for name, port in named | fixed:
+        environment = services[name]["environment"]
+        metrics = "TOKENMILL_GATEWAY_METRICS" if name == "gateway" else "TOKENMILL_METRICS"
+        assert environment[f"{metrics}_PORT"] == int(port)
+        assert environment[f"{metrics}_HOST"] == "0.0.0.0"
+    for name, port in fixed:
+        assert f":{port}/healthz" in services[name]["healthcheck"]["test"][-1]
+    assert {name for name, _ in named} == {"worker-cpu", "worker-gpu", "gateway"}
+    assert {name for name, _ in fixed} == {"tasks", "exporter"}
     source = yaml.safe_load(
         (ROOT / "ops/deploy/grafana/provisioning/datasources/prometheus.yml").read_text()
     )["datasources"][0]

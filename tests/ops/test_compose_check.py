@@ -115,7 +115,7 @@ def test_checked_names_are_services_and_each_has_a_stand_in_image() -> None:
     assert {*checks.SERVERS, *checks.ROLES} <= set(services)
     ours = json.loads(stand_ins.override())["services"]
     built = {name for name, service in services.items() if "build" in service}
-    assert set(ours) == {*built - {"worker-gpu"}, *checks.SERVERS}
+    assert set(ours) == {*built - {"worker-gpu"}, *checks.SERVERS, "rights"}
     assert all("image" in each or "PYTHON_IMAGE" in each["build"]["args"] for each in ours.values())
     assert all(name.startswith("tokenmill-check/") for name in stand_ins.NAMES.values())
 

@@ -67,14 +67,14 @@ def _tend_and_scrape(database: str) -> str:
     )
     resources = TaskResources(settings)
     app = build_app(settings, resources)
-    watch = TasksHealth(app, resources.backlog, lambda: True)
+    watch = TasksHealth(app, resources.backlog, lambda: True, batches=resources.open_batches)
     port = watch.start("127.0.0.1", 0)
     try:
         app.tasks["tokenmill.webhooks.sweep"].apply().get()
         url = f"http://127.0.0.1:{port}/metrics"
         while True:
             text = str(urllib.request.urlopen(url).read().decode())
-            if "tokenmill:webhooks{" in text:  # the database has answered
+            if "tokenmill:batches{" in text:  # the database has answered
                 return text
             time.sleep(0.05)
     finally:

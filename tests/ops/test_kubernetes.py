@@ -15,6 +15,8 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from tests.ops.test_compose_gateway import gateway_variables
+from tokenmill_gateway.app import ALL_CALLS
 from tokenmill_worker.app import RECORD_DRAIN_S
 from tokenmill_worker.settings import Settings, load_settings
 from tokenmill_worker.telemetry import HealthServer
@@ -39,7 +41,7 @@ PODS = {
     for name, d in DOCUMENTS.items()
     if d["kind"] in ("Deployment", "Job")
 }
-WORKER = "Deployment/tokenmill-worker"
+WORKER, GATEWAY = "Deployment/tokenmill-worker", "Deployment/tokenmill-gateway"
 VERSIONS = ("1.30", "1.34", "1.37")
 
 
@@ -148,7 +150,8 @@ def test_every_variable_is_a_setting_and_every_role_has_its_own_user(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_of(PODS[name], monkeypatch)
-    role = {"worker": "worker", "tasks": "tasks", "exporter": "reader"}.get(name.rpartition("-")[2])
+    roles = {"worker": "worker", "tasks": "tasks", "exporter": "reader", "gateway": "gateway"}
+    role = roles.get(name.rpartition("-")[2])
     if role is not None:
         assert settings.redis_url.startswith(f"redis://{role}:")
 
@@ -196,7 +199,49 @@ def test_the_worker_s_caches_are_writable() -> None:
     assert variables(PODS[WORKER])["TRITON_CACHE_DIR"].startswith(cache)
 
 
-@pytest.mark.parametrize("name", [name for name in PODS if name.startswith("Deployment")])
+def test_the_gateway_has_its_own_role_of_postgresql_and_only_its_options() -> None:
+    given = {name: value for name, value in variables(PODS[GATEWAY]).items() if "://" in value}
+    assert given["TOKENMILL_DATABASE_URL"].startswith("postgresql+psycopg://gateway:")
+    assert set(variables(PODS[GATEWAY])) <= gateway_variables()
+
+
+def test_a_gateway_s_pod_is_forgotten_before_it_drains_and_has_time_for_that() -> None:
+    (container,) = PODS[GATEWAY]["containers"]
+    program, pause = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert program == "sleep"
+    needed = float(pause) + float(variables(PODS[GATEWAY])["TOKENMILL_GATEWAY_DRAIN_SECONDS"])
+    assert PODS[GATEWAY]["terminationGracePeriodSeconds"] >= needed + 10
+    assert DOCUMENTS[GATEWAY]["spec"]["replicas"] == 2
+    assert DOCUMENTS["PodDisruptionBudget/tokenmill-gateway"]["spec"]["minAvailable"] == 1
+
+
+def test_the_gateway_s_probes_and_ports_are_those_of_its_calls() -> None:
+    (container,) = PODS[GATEWAY]["containers"]
+    given = variables(PODS[GATEWAY])
+    ports = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
+    assert ports["http"] == given["TOKENMILL_GATEWAY_PORT"]
+    assert ports["metrics"] == given["TOKENMILL_GATEWAY_METRICS_PORT"]
+    public = {call.path for call in ALL_CALLS if call.is_public}
+    probes = [container[kind] for kind in ("startupProbe", "livenessProbe", "readinessProbe")]
+    assert [probe["httpGet"]["path"] for probe in probes] == ["/healthz", "/healthz", "/readyz"]
+    assert {probe["httpGet"]["path"] for probe in probes} <= public
+    assert {probe["httpGet"]["port"] for probe in probes} == {"http"}
+
+
+def test_gateways_and_tasks_write_to_one_volume_of_files() -> None:
+    for name in (GATEWAY, "Deployment/tokenmill-tasks"):
+        (container,) = PODS[name]["containers"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts["files"] == variables(PODS[name])["TOKENMILL_FILES"]
+        claims = [each.get("persistentVolumeClaim", {}) for each in PODS[name]["volumes"]]
+        assert {"claimName": "tokenmill-files"} in claims
+    claim = DOCUMENTS["PersistentVolumeClaim/tokenmill-files"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in PODS if name.startswith("Deployment") and name != GATEWAY]
+)
 async def test_probes_use_paths_that_the_server_answers(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,7 +130,7 @@ def test_a_reader_cannot_write(server: ControlledValkey) -> None:
         assert producer.status(job).status is JobStatus.QUEUED
 
 
-@pytest.mark.parametrize("user", ["producer", "worker", "reader", "tasks"])
+@pytest.mark.parametrize("user", ["producer", "worker", "reader", "tasks", "gateway"])
 @pytest.mark.parametrize(
     "command",
     ["FLUSHALL", "KEYS *", "CONFIG GET *", "MONITOR", "CLIENT LIST", "ACL LIST", "GET alien"],

@@ -92,7 +92,7 @@ def test_the_kubernetes_users_have_the_passwords_of_the_secret(tmp_path: Path) -
     write("kubernetes", tmp_path)
     rules, secret = (tmp_path / "users.acl").read_text(), values_of(tmp_path / "secret.env")
     assert "change-me" not in rules + str(secret)
-    for role in ("worker", "reader", "tasks"):
+    for role in ("worker", "reader", "tasks", "gateway"):
         (password,) = re.findall(rf"redis://{role}:(\w+)@", secret[f"redis-{role}"])
         assert f"user {role} on >{password} " in rules
 
@@ -102,6 +102,19 @@ def test_no_applied_kubernetes_file_has_a_password() -> None:
     assert [each["envs"] for each in kustomization["secretGenerator"]] == [["secret.env"]]
     applied = [(ROOT / "ops/deploy/k8s" / name).read_text() for name in kustomization["resources"]]
     assert not [text for text in applied if "change-me" in text or "kind: Secret" in text]
+
+
+def test_the_variables_that_an_older_dot_env_lacks_are_printed(tmp_path: Path) -> None:
+    write("compose", tmp_path)
+    assert write("missing", tmp_path).stdout == ""
+    path = tmp_path / ".env"
+    kept = [line for line in path.read_text().splitlines(keepends=True) if "GATEWAY" not in line]
+    path.write_text("".join(kept))
+    lacking = write("missing", tmp_path).stdout
+    path.write_text("".join(kept) + lacking)
+    assert set(values_of(path)) == set(re.findall(r"\$\{(\w+):\?", COMPOSE))
+    assert len(lacking.splitlines()) == 3
+    assert all(re.fullmatch(r"[0-9a-f]{48}", value) for value in values_of(path).values())
 
 
 def test_an_unknown_kind_of_secrets_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tokenmill_gateway.commands import app as gateway_app
 from tokenmill_worker.app import RECORD_DRAIN_S
 from tokenmill_worker.cli import app
 from tokenmill_worker.settings import Settings
@@ -36,6 +37,7 @@ def test_the_stop_timeout_covers_a_drain(path: Path) -> None:
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
 def test_the_commands_and_options_of_the_units_exist(path: Path) -> None:
     _, command, *options = service_of(path)["ExecStart"].split()
-    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+    group = gateway_app if command == "gateway" else app
+    shown = CliRunner().invoke(group, [command, "--help"], env={"COLUMNS": "200"}).output
     for option in re.findall(r"--\S+", " ".join(options)):
         assert option in shown

@@ -21,7 +21,7 @@ _LASTING = (
     re.compile(r"owned:.+|ownership_versions"),
     re.compile(r"delayed|deadlines|requeued|unrecorded_ends"),
     re.compile(r"dead"),
-    re.compile(r"meta"),
+    re.compile(r"meta|limits"),
 )
 _LIVE_STATES = frozenset({b"scheduled", b"queued", b"running", b"dead"})
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from celery.worker import state as worker_state
-from sqlalchemy import Engine, select, update
+from sqlalchemy import Engine, func, select, update
 
 from tokenmill.bulk import BatchProgress, BatchStore, RunLimits, open_store
 from tokenmill.bulk.hosted import HostedBatches
@@ -33,6 +33,7 @@ _RENEW_S: Final = 5.0
 _CLAIMED: Final = 16  # at a sweep
 _AGAIN_MS: Final = 500
 _UNAVAILABLE_MS: Final = 5_000
+_OPEN: Final = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class _SliceOver(Exception):
@@ -50,6 +51,29 @@ class BatchLease:
     batch_id: str
     queue: str
     until_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBatches:
+    """The gateway's batches that are not over, by state, and their lines."""
+
+    counts: dict[str, int]
+    lines: dict[str, int]
+
+
+def open_batches(engine: Engine) -> OpenBatches:
+    """Count the gateway's batches that are not over, and their lines by outcome."""
+    total, *outcomes = (
+        func.coalesce(func.sum(batches.c[name]), 0) for name in ("total", "completed", "failed")
+    )
+    statement = select(batches.c.state, func.count(), total, *outcomes)
+    statement = statement.where(batches.c.due_ms.is_not(None)).group_by(batches.c.state)
+    with engine.connect() as connection:
+        rows = connection.execute(statement).all()
+    counts = dict.fromkeys(_OPEN, 0) | {str(row[0]): int(row[1]) for row in rows}
+    lines, completed, failed = (sum(int(row[place]) for row in rows) for place in (2, 3, 4))
+    waiting = max(0, lines - completed - failed)
+    return OpenBatches(counts, {"completed": completed, "failed": failed, "waiting": waiting})
 
 
 class BatchRuns:

@@ -20,6 +20,7 @@ from celery.worker import state as worker_state
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tokenmill.sql.driver_errors import sentence_of
+from tokenmill_worker.tasks.batches import OpenBatches
 from tokenmill_worker.tasks.webhooks.outbox import OutboxBacklog
 from tokenmill_worker.telemetry import Check, HealthServer, Watchdog
 from tokenmill_worker.telemetry.instruments import (
@@ -40,8 +41,8 @@ _SECONDS: Final = (0.005, 0.025, 0.1, 0.5, 2.5, 10, 60, 300)
 
 
 class TasksHealth:
-    """Serves from `start` to `stop`. `beats` says whether beat's thread is alive; `webhooks`
-    queries SQL.
+    """Serves from `start` to `stop`. `beats` says whether beat's thread is alive; `webhooks` and
+    `batches` query SQL.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class TasksHealth:
         webhooks: Callable[[], OutboxBacklog],
         beats: Callable[[], bool],
         *,
+        batches: Callable[[], OpenBatches] | None = None,
         every_s: float = POLL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._app = app
-        self._webhooks = webhooks
+        self._webhooks, self._batches = webhooks, batches
+        self._open_batches: OpenBatches | None = None
         self._beats = beats
         self._every_s = every_s
         self._clock = clock
@@ -126,6 +129,20 @@ class TasksHealth:
                 backlog.overdue_s,
             )
 
+        if self._open_batches is not None:
+            yield by_label(
+                "batches",
+                "Batches of the gateway that are not over",
+                "state",
+                self._open_batches.counts,
+            )
+            yield by_label(
+                "batch_lines",
+                "Lines of the batches that are not over",
+                "outcome",
+                self._open_batches.lines,
+            )
+
     def _stuck(self) -> str | None:
         """Return a sentence if the consumer stands still although the broker answers. Silence
         counts from the time at which both were available, so a broker that has just come back is no
@@ -172,6 +189,8 @@ class TasksHealth:
 
     def _ask_sql(self) -> None:
         self._backlog = self._webhooks()
+        if self._batches is not None:
+            self._open_batches = self._batches()
         self._sql_answers.reset()
 
 

@@ -16,7 +16,7 @@ from tokenmill.transport.connect import SERVER_TROUBLE, Link, connect
 from tokenmill.transport.server_clock import ServerClock
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.settings import Settings
-from tokenmill_worker.tasks.batches import BatchRuns
+from tokenmill_worker.tasks.batches import BatchRuns, OpenBatches, open_batches
 from tokenmill_worker.tasks.bulk_files import THREADS, BulkFiles
 from tokenmill_worker.tasks.retention import Limits, Retention
 from tokenmill_worker.tasks.usage_rollup import RollUp
@@ -69,6 +69,9 @@ class TaskResources:
 
     def backlog(self) -> OutboxBacklog:
         return self.outbox.backlog(round(self.time() * 1000))
+
+    def open_batches(self) -> OpenBatches:
+        return open_batches(self.engine)
 
     @cached_property
     def delivery(self) -> WebhookDelivery:

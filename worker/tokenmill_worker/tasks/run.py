@@ -54,7 +54,12 @@ def run(settings: Settings) -> int:
     beat = EmbeddedService(app, thread=True, scheduler_cls=app.conf.beat_scheduler)
     with _served(
         settings,
-        TasksHealth(app, resources.backlog, lambda: beat.ident is None or beat.is_alive()),
+        TasksHealth(
+            app,
+            resources.backlog,
+            lambda: beat.ident is None or beat.is_alive(),
+            batches=resources.open_batches,
+        ),
     ):
         worker = app.Worker(
             pool="threads",
