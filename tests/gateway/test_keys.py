@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.gateway.conftest import MODEL, new_key, running_gateway
+from tests.support.waiting import until
 from tests.support.worker import QUEUE, client_of, running_worker
 from tokenmill.errors import ConfigurationError
 from tokenmill_gateway.commands import app
@@ -101,11 +102,16 @@ async def test_a_limit_holds_in_a_queue_that_comes_later(redis_url: str, databas
     said = keys("limit", "acme", "--rate", "0.01", "--burst", "2", **env)
     assert said == "the limits of acme are set in every queue that comes"
     async with (
-        running_worker(redis_url, database),
+        running_worker(redis_url, database, lease_seconds=30),
         running_gateway(redis_url, database, is_open=False, models={}) as gateway,
         gateway.client(new_key(database, "acme")) as client,
         client_of(redis_url, database) as queue,
     ):
+
+        async def is_listed() -> bool:
+            return bool((await client.models.list()).data)
+
+        await until(is_listed)  # once its worker has told its name
         await queue.set_limits("acme", burst=3)  # its own: it stays
         answer = await client.responses.with_raw_response.create(**LIMITED)
         assert answer.headers["x-ratelimit-limit-requests"] == "3"

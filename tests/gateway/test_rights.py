@@ -34,6 +34,7 @@ from tests.gateway.test_batches import begun, ended, jsonl, line, running
 from tests.gateway.test_keys import keys
 from tests.support.postgres import PostgresServer
 from tests.support.valkey import ControlledValkey
+from tests.support.waiting import until
 from tests.support.worker import QUEUE, running_worker
 from tokenmill.sql.engine import open_engine
 from tokenmill.transport import scripts
@@ -131,7 +132,7 @@ async def test_a_gateway_does_all_of_its_work_as_its_own_users(
     variables = {"TOKENMILL_REDIS_URL": named("gateway", guarded.url)}
     keys("limit", "acme", "--rate", "50", "--burst", "500", **variables)  # for every queue
     async with (
-        running_worker(named("worker", guarded.url), owned_url),
+        running_worker(named("worker", guarded.url), owned_url, lease_seconds=30),
         running_gateway(
             named("gateway", guarded.url),
             own,
@@ -142,6 +143,11 @@ async def test_a_gateway_does_all_of_its_work_as_its_own_users(
         gateway.client(text) as client,
         running(runs),
     ):
+
+        async def is_listed() -> bool:
+            return bool((await client.models.list()).data)
+
+        await until(is_listed)  # once its worker has told its name
         await answers(client)
         await batches(client)
         assert MODEL in [model.id for model in (await client.models.list()).data]
