@@ -165,7 +165,9 @@ class Draw:
         return "{" in call.path.replace("{model", "") or call.path == "/v1/responses"
 
     async def send(self, caller: Tenant, call: Call, shown: str, *, is_own: bool) -> httpx.Response:
-        path, query, options = call.path, {}, {}
+        path, query = call.path, dict[str, str]()
+        options: dict[str, Any] = {}
+        made: dict[str, Any]
         for name in (*KIND_IN_PATH, "model:path"):
             path = path.replace(f"{{{name}}}", MODEL if name == "model:path" else shown)
         word = word_of(caller.name)
