@@ -64,8 +64,9 @@ def application(server: Server) -> ASGIApp:
         await server.queues.close()
         server.records.close()
         server.usage.close()
-        if server.storage is not None:
-            server.storage.close()
+        for one in (server.ring, server.storage):
+            if one is not None:
+                one.close()
 
     routes = [Route(path, _Endpoint(server, path, handlers)) for path, handlers in paths.items()]
     app = Starlette(routes=routes, lifespan=lifespan)

@@ -222,6 +222,9 @@ class KeyRing:
             raise wrong_key()
         return one.key
 
+    def close(self) -> None:
+        self._store.close()
+
 
 def wrong_key() -> HttpRefusal:
     words = "no API key, or one that is wrong, expired or revoked: Authorization: Bearer KEY"

@@ -63,26 +63,30 @@ def runs(redis_url: str, database: str, tmp_path: Path) -> Any:
         {"redis_url": redis_url, "database_url": database, "files": str(tmp_path / "files")}
     )
     engine = open_engine(database)
-    yield BatchRuns(settings, engine, time.time, contextlib.nullcontext)
+    with contextlib.closing(BatchRuns(settings, engine, time.time, contextlib.nullcontext)) as runs:
+        yield runs
     engine.dispose()
 
 
 @contextlib.asynccontextmanager
 async def running(runs: BatchRuns) -> AsyncIterator[None]:
-    """Run due batches inside the block, as the sweep does."""
+    """Run due batches inside the block, as the sweep does; then end behind the one that runs."""
+    is_over = asyncio.Event()
 
     async def sweep() -> None:
-        while True:
+        while not is_over.is_set():
             for lease in await asyncio.to_thread(runs.claim):
-                await asyncio.to_thread(runs.run, lease)
+                if not is_over.is_set():
+                    await asyncio.to_thread(runs.run, lease)
             await asyncio.sleep(0.05)
 
     task = asyncio.create_task(sweep())
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        is_over.set()
+        await asyncio.wait((task,))
+    task.result()
 
 
 async def begun(client: Any, content: bytes, url: str = CHAT, **more: Any) -> Any:
@@ -161,6 +165,20 @@ async def test_a_cancelled_batch_keeps_its_answers_and_may_be_cancelled_again(
     assert {each["error"]["code"] for each in errors.values()} == {"batch_cancelled"}
     assert len(errors) == 4
     assert (await client.batches.cancel(asked.id)).status == "cancelled"
+
+
+async def test_a_batch_that_is_cancelled_before_its_lines_are_read_ends_with_each_named(
+    client: Any, runs: BatchRuns
+) -> None:
+    asked = await begun(client, jsonl(line("a"), line("b")))
+    assert (await client.batches.cancel(asked.id)).status == "cancelling"
+    async with running(runs):
+        done = await ended(client, asked.id)
+    assert (done.status, done.request_counts.total) == ("cancelled", 2)
+    errors = await lines_of(client, done.error_file_id)
+    assert {name: each["error"]["code"] for name, each in errors.items()} == dict.fromkeys(
+        "ab", "batch_cancelled"
+    )
 
 
 async def test_a_batch_whose_time_is_over_expires_with_every_line_named(

@@ -54,11 +54,11 @@ async def running_tasks(redis_url: str, database: str, files: str) -> AsyncItera
     """Run due batches inside the block, as `tokenmill tasks` does."""
     settings = load_settings({"redis_url": redis_url, "database_url": database, "files": files})
     engine = open_engine(database)
-    try:
-        async with running(BatchRuns(settings, engine, time.time, contextlib.nullcontext)):
+    runs = BatchRuns(settings, engine, time.time, contextlib.nullcontext)
+    with contextlib.closing(runs):
+        async with running(runs):
             yield
-    finally:
-        engine.dispose()
+    engine.dispose()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

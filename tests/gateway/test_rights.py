@@ -79,7 +79,8 @@ def runs(guarded: ControlledValkey, owned_url: str, tmp_path: Path) -> Iterator[
     files = str(tmp_path / "files")
     settings = load_settings({"redis_url": url, "database_url": owned_url, "files": files})
     engine = open_engine(owned_url)
-    yield BatchRuns(settings, engine, time.time, contextlib.nullcontext)
+    with contextlib.closing(BatchRuns(settings, engine, time.time, contextlib.nullcontext)) as runs:
+        yield runs
     engine.dispose()
 
 

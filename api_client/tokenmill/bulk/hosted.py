@@ -66,7 +66,7 @@ class HostedBatches:
                 source = self.objects.fetch(file.id, file.bytes, folder)
             except FileNotFoundError:
                 return self._fail(batch, [_GONE])
-            if batch.state is BatchState.VALIDATING:
+            if not batch.digest:  # no call has read its lines; it may be cancelled already
                 batch = self._validated(batch, source, limits)
             if batch.state.is_final:
                 return batch

@@ -134,6 +134,10 @@ class BatchRuns:
         """Remove files that are deleted, expired or abandoned; return their number."""
         return remove_old(self._files, self._objects, self._now_ms())
 
+    def close(self) -> None:
+        """Close the connections to the table of files."""
+        self._files.close()
+
     def _tick(self, held: _Held) -> Callable[[BatchProgress], None]:
         until = time.monotonic() + self._time_slice_s
 
