@@ -15,7 +15,7 @@ import pytest_asyncio
 from playwright.async_api import Browser, Page, Route, expect
 
 from tests.gateway.conftest import Gateway, new_key, running_gateway
-from tests.gateway.test_batches import running
+from tests.gateway.hosted_batches import running
 from tests.support.browser import NodeUnavailable, chromium_folder, open_browser
 from tests.support.lifecycle import missing
 from tests.support.valkey import ControlledValkey

@@ -30,7 +30,7 @@ from tests.e2e.test_acl import (
 from tests.e2e.test_acl import guarded as guarded
 from tests.e2e.test_acl import queue_user as queue_user
 from tests.gateway.conftest import MODEL, new_key, running_gateway
-from tests.gateway.test_batches import begun, ended, jsonl, line, running
+from tests.gateway.hosted_batches import begun, ended, jsonl, line, running
 from tests.gateway.test_keys import keys
 from tests.support.postgres import PostgresServer
 from tests.support.valkey import ControlledValkey
