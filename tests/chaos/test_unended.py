@@ -22,6 +22,7 @@ async def test_a_job_in_a_frozen_engine_is_described_with_its_worker(
     worker = WorkerProcess(
         "w", redis_url, database_url(tmp_path), tmp_path / "log", queue=QUEUE, in_process=True
     )
+    engine = None
     try:
         async with asyncio.timeout(120), client_of(redis_url) as client:
             while not worker.is_ready:  # noqa: ASYNC110 - it is a process
@@ -36,6 +37,8 @@ async def test_a_job_in_a_frozen_engine_is_described_with_its_worker(
             words = await describe([worker], redis, {QUEUE: [job]})
     finally:
         worker.end()
+        if engine is not None:
+            engine.kill()  # a stopped process does not see that its worker is gone
     assert "worker w: runs, was ready; its engine's process is stopped, threads: " in words
     assert "owns 1: 1 in the engine, 0 in preparation, 0 held; Credits(free=" in words
     assert f"worker w owns [{job}]; its status: {{worker_id: w, " in words
