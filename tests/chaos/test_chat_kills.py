@@ -15,6 +15,7 @@ import pytest
 
 from tests.chaos.test_structured_kills import END, run_doomed, undisturbed
 from tests.engines.own.truth import tiny_models
+from tests.support.marks import LONG
 from tests.support.worker import PatientStream, client_of, database_url, running_worker
 from tests.text.chat.families import HERMES
 from tokenmill_schemas.result import JobResult
@@ -103,12 +104,12 @@ def assert_valid(asked: dict[str, Any], result: JobResult) -> None:
 async def test_thoughts_and_calls_continue_after_a_kill_at_any_token(
     redis_url: str, tmp_path: Path, settings: dict[str, Any], rounds: int
 ) -> None:
-    """A worker dies after every step if `--rounds` is at least 50, else after every eighth."""
+    """A worker dies after every step in the long form, else after every twentieth."""
     calm = await undisturbed(redis_url, tmp_path, settings, JOBS)
     for asked, result in zip(JOBS, calm, strict=True):
         assert_valid(asked, result)
     database = database_url(tmp_path)
-    steps = 1 if rounds >= 50 else 8
+    steps = 1 if rounds >= LONG else 20
     async with client_of(redis_url, database) as client:
         jobs = [await client.submit(**asked) for asked in JOBS]
         streams = [asyncio.create_task(streamed(client, job)) for job in jobs]

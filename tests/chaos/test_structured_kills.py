@@ -25,6 +25,7 @@ from tests.chaos.checker import Received, Wanted, violations
 from tests.chaos.test_kill_points import listen
 from tests.engines.own.lora.support import save_adapter
 from tests.engines.own.truth import tiny_models
+from tests.support.marks import LONG
 from tests.support.worker import PatientStream, client_of, database_url, running_worker
 from tokenmill_schemas.result import JobResult
 from tokenmill_worker.engines.synthetic.runner import TOKENIZER
@@ -103,9 +104,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 async def test_jobs_with_a_grammar_continue_after_a_kill_at_any_token(
     redis_url: str, tmp_path: Path, settings: dict[str, Any], rounds: int, speculative_tokens: int
 ) -> None:
-    """A worker dies after every step if `--rounds` is at least 50, else after every eighth."""
+    """A worker dies after every step in the long form, else after every twentieth."""
     settings = settings | {"speculative_tokens": speculative_tokens}
-    steps = 1 if rounds >= 50 else 8
+    steps = 1 if rounds >= LONG else 20
     calm = await undisturbed(redis_url, tmp_path, settings, JOBS)
     for asked, result in zip(JOBS, calm, strict=True):
         assert result.finish_reason == "stop", (asked, result.error)
