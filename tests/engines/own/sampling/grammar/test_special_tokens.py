@@ -2,6 +2,7 @@
 has them as they are written.
 """
 
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -50,6 +51,8 @@ ALL = [
 ]
 # the large vocabularies once each: every step reads a mask over all tokens
 ONCE = (("smollm2", "<|im_end|>", False), ("gemma3", "<unused0>", True))
+MARKED = ("a</tool_call>b", "a<end>b", "<tool_call>", "</tool_call>\n")
+CONST_OR_ONE_OF_TWO = [*itertools.product(MARKED, (True, False))]
 CASES = long_unless([case for case in ALL if case[0] not in REAL or case in ONCE], ALL)
 
 
@@ -164,7 +167,7 @@ def test_letters_of_a_special_token_in_fixed_text_stay_letters(
         assert found.strip(" ") == answer, kind
 
 
-@pytest.mark.parametrize("name", LETTERS)
+@pytest.mark.parametrize("name", long_unless(LETTERS.keys() - {"gemma3"}, LETTERS))
 def test_a_choice_among_letters_of_special_tokens_is_text(
     model: Callable[[str], Model], name: str
 ) -> None:
@@ -173,10 +176,12 @@ def test_a_choice_among_letters_of_special_tokens_is_text(
     assert model(name).text(model(name).answer(wanted, drafts=False)).strip(" ") in texts
 
 
-@pytest.mark.parametrize("value", ["a<end>b", "a</tool_call>b", "<tool_call>", "</tool_call>\n"])
+@pytest.mark.parametrize(
+    ("value", "is_const"),
+    long_unless({(value, True) for value in MARKED} | {(MARKED[0], False)}, CONST_OR_ONE_OF_TWO),
+)
 @pytest.mark.parametrize("form", [HERMES, MISTRAL_LIST, XML, PYTHONIC],
                          ids=["hermes", "mistral", "xml", "pythonic"])  # fmt: skip
-@pytest.mark.parametrize("is_const", [True, False], ids=["const", "enum of two"])
 def test_an_argument_with_the_letters_of_a_mark_is_read_back(
     model: Callable[[str], Model], form: ToolFormat, value: str, is_const: bool
 ) -> None:
