@@ -109,6 +109,7 @@ def test_weights_kept_in_their_file_s_format_change_no_bit(
             attention="cpu",
             num_blocks=100,
             narrow_weights=narrow,
+            verify_model=False,
             amx=False,
         )
         with caplog.at_level(logging.INFO), CollectingEngine.load(config) as engine:
@@ -181,7 +182,7 @@ def make_gemma(folder: Path, **changes: object) -> CollectingEngine:
     return CollectingEngine.load(EngineConfig(**{**settings, **changes}))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("window", long_unless({64}, [64, 512]))
+@pytest.mark.parametrize("window", long_unless({32}, [32, 512]))
 def test_gemma3_answers_prompts_around_and_far_beyond_its_window(
     gemma3: Callable[[int], tuple[Path, Lag]], gemma3_ids: list[int], window: int
 ) -> None:
@@ -199,9 +200,11 @@ def test_gemma3_answers_prompts_around_and_far_beyond_its_window(
 def test_gemma3_writes_an_answer_that_crosses_its_window_several_times(
     gemma3: Callable[[int], tuple[Path, Lag]], gemma3_ids: list[int], rounds: int
 ) -> None:
-    folder, lag = gemma3(64)
-    prompt, length = tuple(gemma3_ids[:30]), 160 if rounds >= LONG else 110
-    with make_gemma(folder, num_blocks=19) as engine:
+    folder, lag = gemma3(32)
+    prompt, length, num_blocks = tuple(gemma3_ids[:30]), 70, 12
+    if rounds >= LONG:
+        length, num_blocks = 160, 17
+    with make_gemma(folder, num_blocks=num_blocks, verify_model=False) as engine:
         output = engine.result(ask(engine, prompt, length))
-        assert engine.capacity().free_blocks == 19, "a window's blocks that are passed come back"
+        assert engine.capacity().free_blocks == num_blocks, "blocks that a window passed come back"
     check(lag, [(prompt, length)], [output.token_ids])
