@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from tests.engines.conformance.driver import EngineUnderTest
-from tests.support import tiny_llama
 from tests.support.vllm import ARGUMENTS, VLLM, needs_vllm, with_vllm
 from tokenmill_worker.contract.messages import Ready, Start
 from tokenmill_worker.engines.own.model.model_files import resolve
@@ -76,7 +75,10 @@ def engine_to_try(
         return EngineToTry(command, start_of_kind(kind), with_vllm(os.environ))  # noqa: TID251
     start = start_of_kind(kind)
     if kind == "own" and request.module.__name__.endswith("test_process"):
-        # These tests start it again and again, and look at no token.
+        # These tests start it again and again, and look at no token. It needs torch, which another
+        # engine's environment may lack, and whose import takes seconds.
+        from tests.support import tiny_llama
+
         start.settings["model"] = str(tiny_llama.save(tmp_path_factory.mktemp("tiny")))
     return EngineToTry([sys.executable, "-m", CHILD_MODULE], start)
 
