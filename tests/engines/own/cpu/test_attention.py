@@ -22,6 +22,7 @@ from tests.engines.own.attention.cases import (
 )
 from tests.engines.own.attention.test_backends import CASES
 from tests.engines.own.cpu.instruction_sets import skip_unless_runs
+from tests.support.marks import long_unless
 from tokenmill_worker.engines.own.attention.base import AttentionShape, stored_as
 from tokenmill_worker.engines.own.config.cache import Window
 from tokenmill_worker.engines.own.cpu.attention import CpuAttention
@@ -164,7 +165,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("march", ["x86-64", "x86-64-v3", "x86-64-v4"])
+@pytest.mark.parametrize(
+    "march", long_unless({"x86-64", "x86-64-v3"}, ["x86-64", "x86-64-v3", "x86-64-v4"])
+)
 def test_attention_is_the_same_with_every_vector_width(march: str) -> None:
     """The paths that this machine would not choose: 128 bits without fused multiply-add, and
     AVX2.

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.truth import expected
 from tests.engines.own.truth.test_real_models import TEXT, folder_of
+from tests.support.marks import long_unless
 from tokenmill_schemas.generation import LOGPROBS_MODES, SamplingParams
 from tokenmill_worker.engines.own import EngineConfig
 
@@ -77,7 +78,7 @@ def distributions(
     return {mode: logits.log_softmax(-1) for mode, logits in values.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_unless(KINDS.keys() - {"nucleus"}, KINDS))
 def test_raw_and_processed_log_probabilities_equal_transformers(
     kind: str, engine: CollectingEngine, model: transformers.PreTrainedModel
 ) -> None:
