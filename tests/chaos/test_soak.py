@@ -1,8 +1,9 @@
 """A long run of the model-free engine with faults all along: no job is lost or doubled, and memory
 stays flat.
 
-`--soak-seconds` says how long jobs are submitted; `--soak-jobs 1000000` gives their number instead.
-One worker is spared from the faults, so that its memory can be followed over the whole run.
+`--soak-seconds` says how long jobs are submitted, of which each fifth, or every 8 s, has a fault;
+`--soak-jobs 1000000` gives their number instead. One worker is spared from the faults, so that its
+memory can be followed over the whole run.
 """
 
 from __future__ import annotations
@@ -179,7 +180,11 @@ class Listeners:
 
 
 async def disturb(
-    injector: FaultInjector, servers: ServerFaults, chance: random.Random, is_over: asyncio.Event
+    injector: FaultInjector,
+    servers: ServerFaults,
+    chance: random.Random,
+    is_over: asyncio.Event,
+    every_s: float,
 ) -> None:
     """Cause faults until `is_over` is set.
 
@@ -194,7 +199,7 @@ async def disturb(
     bag: list[Any] = []
     while True:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(is_over.wait(), chance.uniform(0.5, 1.5) * FAULT_EVERY_S)
+            await asyncio.wait_for(is_over.wait(), chance.uniform(0.5, 1.5) * every_s)
             return
         bag = bag or chance.sample(faults, len(faults))
         await bag.pop()()
@@ -275,7 +280,8 @@ async def test_a_long_run_with_faults_loses_no_job_and_memory_stays_flat(
             listeners = Listeners(client)
             tasks.append(asyncio.create_task(memory.watch()))
             is_over = asyncio.Event()
-            disturbing = asyncio.create_task(disturb(injector, servers, chance, is_over))
+            every_s = FAULT_EVERY_S if soak_jobs else min(FAULT_EVERY_S, soak_seconds / 5)
+            disturbing = asyncio.create_task(disturb(injector, servers, chance, is_over, every_s))
             tasks.append(disturbing)
             number = await submit_all(client, soak_seconds, soak_jobs, listeners)
             is_over.set()
