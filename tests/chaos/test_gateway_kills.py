@@ -1,7 +1,7 @@
-"""Streams, background responses and conversations survive the end of every process.
+"""Streams, background responses, conversations and a batch survive the end of every process.
 
-Gateways, worker, Valkey and PostgreSQL are killed in turn. Each client goes on at another gateway
-with the last number that it has.
+Gateways, worker, tasks, Valkey and PostgreSQL are killed in turn. Each client goes on at another
+gateway with the last number that it has.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
+import os
 import random
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,6 +28,8 @@ from tests.support.postgres import PostgresServer
 from tests.support.valkey import ControlledValkey
 from tests.support.waiting import until
 from tests.support.worker import QUEUE
+from tokenmill.sql.engine import open_engine
+from tokenmill_schemas.tables import batches
 from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.local.valkey_server import free_port
 from tokenmill_worker.record import migrate
@@ -41,7 +45,7 @@ PROMPTS = [f"Tell {what}" for what in ("one", "two", "three", "four", "five", "s
 
 
 class Site:
-    """Two gateways, a worker and their servers, of which each may be killed and started again."""
+    """Two gateways, a worker, tasks and their servers: each may be killed and started again."""
 
     def __init__(self, valkey: ControlledValkey, postgres: PostgresServer, folder: Path) -> None:
         self.valkey = valkey
@@ -53,6 +57,7 @@ class Site:
         self._gateways = [self._start_gateway(port) for port in self._ports]
         self._names = itertools.count()
         self._worker = self._start_worker()
+        self._tasks = self._start_tasks()
         self._clients = [
             AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
             for port in self._ports
@@ -63,6 +68,7 @@ class Site:
             str(Path(sys.executable).parent / "tokenmill"), "gateway", "--open",
             "--port", str(port), "--redis-url", self.valkey.url,
             "--database-url", self._database, "--model", f"{MODEL}={QUEUE}",
+            "--files", str(self._folder / "files"),
         ]  # fmt: skip
         with (self._folder / f"gateway-{port}.log").open("ab") as output:
             return GuardedProcess(command, cwd=self._folder, output=output)
@@ -73,6 +79,17 @@ class Site:
             name, self.valkey.url, self._database, self._folder / f"{name}.log",
             model=MODEL, patient=True, max_crashes=10_000,
         )  # fmt: skip
+
+    def _start_tasks(self) -> GuardedProcess:
+        variables = os.environ | {  # noqa: TID251 - the child's
+            "TOKENMILL_REDIS_URL": self.valkey.url,
+            "TOKENMILL_DATABASE_URL": self._database,
+            "TOKENMILL_FILES": str(self._folder / "files"),
+            "TOKENMILL_QUEUE": QUEUE,
+        }
+        command = [str(Path(sys.executable).parent / "tokenmill"), "tasks"]
+        with (self._folder / "tasks.log").open("ab") as output:
+            return GuardedProcess(command, cwd=self._folder, env=variables, output=output)
 
     def client(self) -> AsyncOpenAI:
         return random.choice(self._clients)
@@ -95,6 +112,19 @@ class Site:
         await self._worker.wait()
         self._worker = self._start_worker()
 
+    async def kill_tasks(self) -> None:
+        self._tasks.process.kill()
+        await asyncio.to_thread(self._tasks.process.wait)
+        self._tasks = self._start_tasks()
+
+    def end_leases(self) -> None:
+        """Let the time of every batch's lease pass."""
+        engine = open_engine(self._database)
+        with engine.begin() as connection:
+            held = batches.update().where(batches.c.due_ms.is_not(None))
+            connection.execute(held.values(due_ms=0))
+        engine.dispose()
+
     async def kill_valkey(self) -> None:
         await asyncio.to_thread(self.valkey.restart, crash=True)
 
@@ -104,9 +134,9 @@ class Site:
     async def close(self) -> None:
         for client in self._clients:
             await client.close()
-        for gateway in self._gateways:
-            gateway.process.kill()
-            await asyncio.to_thread(gateway.process.wait)
+        for guarded in (*self._gateways, self._tasks):
+            guarded.process.kill()
+            await asyncio.to_thread(guarded.process.wait)
         self._worker.kill()
         await self._worker.wait()
 
@@ -195,6 +225,47 @@ async def converse(site: Site, key: str) -> list[str]:
     return said
 
 
+async def begin_batch(site: Site, num_lines: int) -> str:
+    """Begin a batch whose lines are the prompts in turn; return its id."""
+    asked = {"model": MODEL, "max_output_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    lines = [
+        {"custom_id": f"{number}", "method": "POST", "url": "/v1/responses",
+         "body": asked | {"input": PROMPTS[number % len(PROMPTS)]}}
+        for number in range(num_lines)
+    ]  # fmt: skip
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = await persistent(
+        lambda: site.client().files.create(file=("in.jsonl", content), purpose="batch")
+    )
+    batch = await persistent(
+        lambda: site.client().batches.create(
+            input_file_id=file.id, endpoint="/v1/responses", completion_window="24h",
+            extra_headers={"Idempotency-Key": "batch"},
+        )
+    )  # fmt: skip
+    return str(batch.id)
+
+
+async def answers_of(site: Site, batch_id: str) -> list[tuple[int, str]]:
+    """Wait for the end of a batch; return the number and the text of each answer."""
+
+    async def now() -> Any:
+        return await persistent(lambda: site.client().batches.retrieve(batch_id))
+
+    async def is_over() -> bool:
+        return (await now()).status not in ("validating", "in_progress", "finalizing")
+
+    await until(is_over, timeout_s=600, pause_s=0.2)
+    done = await now()
+    assert (done.status, done.error_file_id) == ("completed", None)
+    content = await persistent(lambda: site.client().files.content(done.output_file_id))
+    found = []
+    for line in map(json.loads, content.text.splitlines()):
+        (item,) = line["response"]["body"]["output"]
+        found.append((int(line["custom_id"]), item["content"][0]["text"]))
+    return found
+
+
 async def retrieve(site: Site, response_id: str) -> Any:
     return await site.client().responses.retrieve(response_id, timeout=30)
 
@@ -237,10 +308,11 @@ async def test_answers_are_the_same_after_every_process_was_killed(
                 )
                 return text_of(events), text
 
+        batch = await begin_batch(site, len(numbers))
         work = asyncio.gather(converse(site, "killed"), *map(answers, numbers))
         faults = itertools.cycle(
             (site.kill_gateway, site.kill_worker, site.kill_valkey, site.kill_postgres,
-             site.stop_gateway)
+             site.stop_gateway, site.kill_tasks)
         )  # fmt: skip
         num_faults = 0
         try:
@@ -253,6 +325,9 @@ async def test_answers_are_the_same_after_every_process_was_killed(
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
+        await asyncio.to_thread(site.end_leases)
+        lines = await answers_of(site, batch)
     assert said == calm_said
     assert found == [(calm[number % len(calm)],) * 2 for number in numbers]
-    assert num_faults >= 5
+    assert sorted(lines) == [(number, calm[number % len(calm)]) for number in numbers]
+    assert num_faults >= 6
