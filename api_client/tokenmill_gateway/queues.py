@@ -21,6 +21,7 @@ from tokenmill_gateway.refusals import HttpRefusal
 from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.job import JobRequest
 from tokenmill_schemas.keys import queue_of, tenant_limits
+from tokenmill_schemas.result import Usage
 from tokenmill_schemas.validation import MAX_NAME_CHARS
 
 PREFIXES: Final = ("resp_", "chatcmpl-", "cmpl-")
@@ -223,3 +224,8 @@ def created_at(job_id: str) -> int:
     same one.
     """
     return (UUID(job_id).int >> 80) // 1000
+
+
+def completed_at(job_id: str, usage: Usage | None) -> int:
+    """Return the time of the end in Unix seconds, the same in a stream and in a stored answer."""
+    return ((UUID(job_id).int >> 80) + (usage.total_ms if usage else 0)) // 1000

@@ -13,6 +13,7 @@ from tokenmill.openai.pieces import pieces_of
 from tokenmill.openai.response_items import Change, GrowingItem, GrowingOutput
 from tokenmill.openai.response_object import Status, shown_response, status_of
 from tokenmill_gateway.events import DONE, encode
+from tokenmill_gateway.queues import completed_at
 from tokenmill_schemas.chunk import Chunk
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.openai import OutputText, ReasoningText, ResponseObject, TokenLogprobs
@@ -95,7 +96,7 @@ class ResponseEvents:
             code = chunk.error.code if chunk.error else None
             yield from self._event("error", code=code, message=message, param=None)
         used = chunk.usage
-        ended = self._created_at + (used.total_ms // 1000 if used else 0)
+        ended = completed_at(self._job_id, used)
         last = shown_response(
             self._job_id,
             self._model,

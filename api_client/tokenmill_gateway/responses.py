@@ -24,7 +24,7 @@ from tokenmill_gateway.conversation import PREFIX, Envelope, conversation, opene
 from tokenmill_gateway.events import encode
 from tokenmill_gateway.keys import ApiKey
 from tokenmill_gateway.queries import query_of
-from tokenmill_gateway.queues import created_at, job_id_of, not_found
+from tokenmill_gateway.queues import completed_at, created_at, job_id_of, not_found
 from tokenmill_gateway.refusals import HttpRefusal, json_response, refused_by_client
 from tokenmill_gateway.response_events import ResponseEvents
 from tokenmill_gateway.server import Server
@@ -239,7 +239,13 @@ async def _live(
 
 def _ended(result: JobResult, model: str, repeated: Mapping[str, Any]) -> ResponseObject:
     response = response_of(result, repeated)
-    return msgspec.structs.replace(response, model=model, created_at=created_at(result.job_id))
+    ended = completed_at(result.job_id, result.usage)
+    return msgspec.structs.replace(
+        response,
+        model=model,
+        created_at=created_at(result.job_id),
+        completed_at=None if response.completed_at is None else ended,
+    )
 
 
 # ── the parts of a body and of a query ──

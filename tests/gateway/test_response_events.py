@@ -17,7 +17,7 @@ from tokenmill_schemas.generation import FinishReason
 from tokenmill_schemas.result import JobError, JobStatus, ToolCallDelta, Usage
 
 JOB = "01a22303-9cf8-7bcc-a910-a8c23f13e97a"
-USAGE = Usage(prompt_tokens=3, completion_tokens=9, total_ms=1_500)
+USAGE = Usage(prompt_tokens=3, completion_tokens=9, total_ms=1_950)
 
 
 def token(index: int, text: str = "", reasoning: str = "", *calls: ToolCallDelta) -> Chunk:
@@ -56,7 +56,7 @@ def joined(chunks: list[Chunk]) -> Chunk:
 
 def sent(chunks: Iterable[Chunk], **options: Any) -> list[bytes]:
     repeated = options.pop("repeated", {})
-    events = ResponseEvents(JOB, "m", 1_795_000_000, repeated, **options)
+    events = ResponseEvents(JOB, "m", 1_795_883_769, repeated, **options)
     return [*events.begin(), *(event for chunk in chunks for event in events.add(chunk))]
 
 
@@ -106,7 +106,7 @@ def test_the_last_event_has_the_whole_answer() -> None:
     assert (first["name"], json.loads(first["arguments"])) == ("sky", {"at": "noon"})
     assert (second["call_id"], second["arguments"]) == ("c2", "{}")
     assert (last["status"], last["usage"]["output_tokens"]) == ("completed", 9)
-    assert last["completed_at"] == 1_795_000_001
+    assert last["completed_at"] == 1_795_883_771  # 80 ms after its second the job was made
 
 
 def test_numbers_begin_at_0_and_have_no_gap() -> None:

@@ -86,6 +86,12 @@ async def test_a_background_response_is_read_while_it_waits_and_after_its_end(
             assert (over.usage.output_tokens, over.created_at) == (8, asked.created_at)
 
 
+async def test_the_last_event_has_the_response_that_is_retrieved_afterwards(client: Any) -> None:
+    for _ in range(12):  # they end in several parts of a second
+        last = (await streamed(client))[-1].response
+        assert await client.responses.retrieve(last.id) == last
+
+
 async def test_a_cancelled_background_response_keeps_its_text_and_may_be_cancelled_again(
     slow_client: Any,
 ) -> None:
