@@ -1,1 +1,1 @@
-"""`ops/gateway-check`: schemathesis against a gateway."""
+"""`ops/gateway-check`: unmodified clients and schemathesis against a gateway."""
