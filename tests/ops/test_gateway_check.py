@@ -42,7 +42,7 @@ async def test_a_client_that_tries_nothing_is_a_failure(tmp_path: Path) -> None:
     assert found == {"the script": {"plain": "it tried nothing"}}
 
 
-def test_the_table_tells_passed_failed_and_not_offered() -> None:
+def test_the_table_has_passed_failed_and_a_dash_for_what_is_not_offered() -> None:
     lines = list(table({"openai": {"chat": {"plain": None, "tools": "ValueError: x"}}}))
     assert lines[-1].startswith("| openai 3.")
     assert lines[-1].endswith("| chat | passed | – | – | FAILED | – | – | – |")
