@@ -188,7 +188,13 @@ def _tools(value: Any) -> dict[str, Any]:
 
 
 def _choice(value: Any) -> dict[str, Any]:
-    return {"tool_choice": _function(value)}
+    """Read a choice; the mode and the tools of allowed ones stand beside their type."""
+    if not isinstance(value, Mapping) or value.get("type") != "allowed_tools":
+        return {"tool_choice": _function(value)}
+    inner = {name: value[name] for name in value if name != "type"}
+    if isinstance(inner.get("tools"), list):
+        inner["tools"] = [_function(tool) for tool in inner["tools"]]
+    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": inner}}
 
 
 def _function(value: Any) -> Any:

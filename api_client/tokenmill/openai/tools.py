@@ -22,7 +22,9 @@ def read_tools(fields: dict[str, Any]) -> None:
 def read_tool_choice(fields: dict[str, Any]) -> None:
     """Replace a chosen function by its name. Without tools, a choice of none is left out."""
     choice = fields["tool_choice"]
-    if isinstance(choice, Mapping):
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        _allow(fields, choice)
+    elif isinstance(choice, Mapping):
         function = choice.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
         if choice.get("type", "function") != "function" or not isinstance(name, str):
@@ -36,6 +38,30 @@ def read_tool_choice(fields: dict[str, Any]) -> None:
             f"tool_choice must be auto, none, required or a function, not {shown(choice)}",
             "tool_choice",
         )
+
+
+def _allow(fields: dict[str, Any], choice: Mapping[str, Any]) -> None:
+    """Leave the tools that the choice allows: the model sees no other."""
+    where = "tool_choice.allowed_tools"
+    refuse_unknown(present(choice), ("type", "allowed_tools"), "tool_choice")
+    allowed = choice.get("allowed_tools")
+    given = present(allowed) if isinstance(allowed, Mapping) else {}
+    refuse_unknown(given, ("mode", "tools"), where)
+    mode, named = given.get("mode"), given.get("tools")
+    if mode not in ("auto", "required"):
+        raise FormError(f"{where}.mode must be auto or required", f"{where}.mode")
+    if not isinstance(named, list | tuple) or not named:
+        raise FormError(f"{where}.tools must be a list of functions", f"{where}.tools")
+    names = [
+        _tool(tool, f"{where}.tools[{place}]")["function"]["name"]
+        for place, tool in enumerate(named)
+    ]
+    tools = {tool["function"]["name"]: tool for tool in fields.get("tools") or ()}
+    for name in names:
+        if name not in tools:
+            raise FormError(f"tool_choice names {shown(name)}, which is no tool", "tool_choice")
+    fields["tools"] = [tool for name, tool in tools.items() if name in names]
+    fields["tool_choice"] = mode
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

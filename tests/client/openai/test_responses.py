@@ -13,17 +13,20 @@ from openai.types.responses import (
 )
 
 from tests.client.bulk.support import result
-from tests.client.openai.openai_bodies import SCHEMA
+from tests.client.openai.openai_bodies import CHAT, SCHEMA, TOOL
 from tokenmill.bulk.formats.input_file import BadLine, BatchDefaults, parse, to_request
 from tokenmill.bulk.formats.output_line import of_result
+from tokenmill.openai.forms import read_forms
+from tokenmill.openai.request_body import fields_of
 from tokenmill_schemas.chat import Message, Tool, ToolFunction
 from tokenmill_schemas.generation import FinishReason, ResponseFormat
 from tokenmill_schemas.job import JobRequest
-from tokenmill_schemas.openai import RESPONSES_URL
+from tokenmill_schemas.openai import CHAT_URL, RESPONSES_URL
 from tokenmill_schemas.result import GeneratedCall, JobResult
 
 BATCH = "batch_abc"
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+CHAT_TOOL = {"type": "function", "function": {"name": "g"}}
 
 
 def job_of(**body: Any) -> JobRequest | BadLine:
@@ -104,6 +107,41 @@ def test_format_tools_effort_and_logprobs_of_a_response_are_read() -> None:
     assert (job.tool_choice, job.parallel_tool_calls) == ("function:f", False)
     assert job.chat_template_kwargs == {"reasoning_effort": "low"}
     assert (job.params.wants_logprobs, job.params.num_top_logprobs) == (True, 2)
+
+
+def test_allowed_tools_are_the_only_ones_of_the_job() -> None:
+    tools = [{**FUNCTION, "name": name} for name in "abc"]
+    named = [{"type": "function", "name": name} for name in "ca"]
+    for mode in ("auto", "required"):
+        job = taken(
+            tools=tools, tool_choice={"type": "allowed_tools", "mode": mode, "tools": named}
+        )
+        assert [tool.function.name for tool in job.tools or ()] == ["a", "c"]
+        assert job.tool_choice == mode
+        chat = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [CHAT_TOOL]}}
+        body = {**CHAT, "model": "m", "tools": [CHAT_TOOL, TOOL], "tool_choice": chat}
+        fields = fields_of(CHAT_URL, body)
+        read_forms(fields)
+        assert [tool["function"]["name"] for tool in fields["tools"]] == ["g"]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "param"),
+    [
+        ({"mode": "auto", "tools": []}, "tool_choice.allowed_tools.tools"),
+        ({"mode": "auto", "tools": [{"type": "function"}]}, "tool_choice.allowed_tools.tools[0]"),
+        ({"mode": "any", "tools": [FUNCTION]}, "tool_choice.allowed_tools.mode"),
+        ({"mode": ["auto"], "tools": [FUNCTION]}, "tool_choice.allowed_tools.mode"),
+        ({"mode": "auto", "tools": [{**FUNCTION, "name": "g"}]}, "tool_choice"),
+        ({"mode": "auto", "tools": [FUNCTION], "x": 1}, "tool_choice.allowed_tools.x"),
+    ],
+)
+def test_a_wrong_choice_of_allowed_tools_is_refused_by_name(
+    allowed: dict[str, Any], param: str
+) -> None:
+    refused = job_of(tools=[FUNCTION], tool_choice={"type": "allowed_tools", **allowed})
+    assert isinstance(refused, BadLine), refused
+    assert (refused.status, (refused.param or "").startswith(param)) == (400, True), refused
 
 
 @pytest.mark.parametrize(
