@@ -44,7 +44,7 @@ CLOCK = {"type": "function", "name": "clock", "parameters": {"type": "object"}}
 async def gateway(redis_url: str, database: str, tmp_path: Path) -> AsyncIterator[Gateway]:
     """A gateway before a model that can call tools; its letters are drawn."""
     folder = save(tmp_path / "model")
-    options = {"dtype": "float32", "num_threads": 1, "aliases": f"{MODEL}={folder}"}
+    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "aliases": f"{MODEL}={folder}"}
     async with (
         running_worker(redis_url, database, model=str(folder), **options),
         running_gateway(redis_url, database, models={MODEL: QUEUE}) as gateway,
