@@ -45,7 +45,10 @@ async def running_gateway(
     redis_url: str, database: str, *, is_open: bool = True, **changes: Any
 ) -> AsyncIterator[Gateway]:
     """Run a gateway inside the block, and end it after it."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    # named, so that asyncio sends small answers at once
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
     values: dict[str, Any] = {
         "redis_url": redis_url, "database_url": database, "key_prefix": "tm:",
         "models": {MODEL: QUEUE}, "host": "127.0.0.1", "port": 0, "is_open": is_open,
