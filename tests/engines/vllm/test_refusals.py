@@ -26,7 +26,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a resumed id beyond the vocabulary": {"resumed": ((BEYOND,),)},
     "a given id beyond the vocabulary": {"given": ((BEYOND,),)},
     "a prompt of a million ids": {"prompt": (5,) * 10**6},
-    "a million stop ids": {"stop_token_ids": tuple(range(1_000)) * 1_000},
     "a million stop ids beyond the vocabulary": {"stop_token_ids": (BEYOND,) * 10**6},
     "129 stop ids beside min_tokens": {"stop_token_ids": tuple(range(129)), "min_tokens": 2},
     "a bias beyond the vocabulary": {"logit_bias": {BEYOND: 1.0}},
@@ -52,13 +51,18 @@ REFUSED: dict[str, dict[str, Any]] = {
     "an unknown adapter": {"lora": "nobody"},
     "a prompt as long as the context": {"prompt": (5,) * LENGTH},
     "an expression that cannot be read": {"response_format": ResponseFormat(regex="[0-9")},
-    "an expression of a million letters": {"response_format": ResponseFormat(regex="a{1000000}")},
+    "an expression of 2³¹ letters": {"response_format": ResponseFormat(regex="a{2147483648}")},
     "a grammar without a root": {"response_format": ResponseFormat(grammar='x ::= "a"')},
     "a schema that cannot be true": {"response_format": ResponseFormat(json_schema={"enum": []})},
     "a resumed answer that its form excludes": {
         "response_format": ResponseFormat(regex="[0-9]{6}"), "resumed": ((5,),),
     },
 }  # fmt: skip
+
+GREAT: dict[str, dict[str, Any]] = {
+    "a million stop ids": {"stop_token_ids": tuple(range(1_000)) * 1_000},
+    "an expression of a million letters": {"response_format": ResponseFormat(regex="a{1000000}")},
+}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +89,16 @@ def test_a_request_that_vllm_cannot_do_ends_alone_with_one_sentence(
     assert len(refused.error) < 1_000
     assert len(beside.token_ids) == 8
     assert engine.process.poll() is None
+
+
+@pytest.mark.parametrize("fields", GREAT.values(), ids=GREAT)
+def test_a_great_request_that_vllm_can_do_is_answered_beside_another(
+    engine: EngineUnderTest, fields: dict[str, Any]
+) -> None:
+    (great,), (beside,) = engine.answer_all([request(**fields), request()])
+    assert great.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    assert (bool(great.token_ids), great.error) == (True, None)
+    assert len(beside.token_ids) == 8
 
 
 def test_128_choices_with_100_log_probabilities_each_end(engine: EngineUnderTest) -> None:
