@@ -290,7 +290,9 @@ async def test_answers_are_the_same_after_every_process_was_killed(
     rounds: int,
 ) -> None:
     """Six streams, and in the long form five a round: 1,000 with `--rounds 200`."""
-    numbers = range(5 * rounds if rounds >= LONG else 6)
+    numbers, pauses_s = range(6), (0.6, 1.4)
+    if rounds >= LONG:
+        numbers, pauses_s = range(5 * rounds), (0.2, 1.0)
     valkey = make_valkey(settings={"appendfsync": "always"})
     async with running_site(valkey, own_postgres, tmp_path) as site:
         calm_said, *streams = await asyncio.gather(
@@ -317,7 +319,7 @@ async def test_answers_are_the_same_after_every_process_was_killed(
         num_faults = 0
         try:
             while not work.done():
-                await asyncio.wait((work,), timeout=random.uniform(0.2, 1.0))
+                await asyncio.wait((work,), timeout=random.uniform(*pauses_s))
                 if not work.done():
                     await next(faults)()
                     num_faults += 1
