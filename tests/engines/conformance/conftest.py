@@ -98,14 +98,34 @@ def start_of_kind(kind: str) -> Start:
     return Start(engine=kind, settings=SETTINGS | settings | model)
 
 
+@pytest.fixture(scope="session")
+def kept() -> Iterator[dict[str, tuple[EngineUnderTest, Ready]]]:
+    """The engines that serve the next module too: ours takes seconds to start."""
+    engines: dict[str, tuple[EngineUnderTest, Ready]] = {}
+    try:
+        yield engines
+    finally:
+        for engine, _ in engines.values():
+            engine.kill()
+
+
 @pytest.fixture(scope="module")
-def loaded(engine_to_try: EngineToTry) -> Iterator[tuple[EngineUnderTest, Ready]]:
+def loaded(
+    kind: str, engine_to_try: EngineToTry, kept: dict[str, tuple[EngineUnderTest, Ready]]
+) -> Iterator[tuple[EngineUnderTest, Ready]]:
     """One engine of the kind for all tests of a module."""
+    if kind in kept:
+        yield kept[kind]
+        return
     engine = engine_to_try.open()
     try:
-        yield engine, engine.ready()
+        found = engine, engine.ready()
+        if kind == "own":
+            kept[kind] = found
+        yield found
     finally:
-        engine.kill()
+        if kind not in kept:
+            engine.kill()
 
 
 @pytest.fixture
