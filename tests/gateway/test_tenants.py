@@ -14,6 +14,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.support.worker import QUEUE, client_of, running_worker
 from tokenmill_gateway.app import ALL_CALLS
 from tokenmill_gateway.openapi import Call
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(3_600)]
 TENANTS = ("red", "green", "blue")
 CALLS = [call for call in ALL_CALLS if not call.is_public]
 UNKNOWN = {
@@ -319,10 +320,16 @@ async def test_a_foreign_id_takes_the_work_of_an_unknown_one(
         for tenant in (theirs, mine):  # so that no worker sends commands of its own
             for shown in tenant.ids["resp"]:
                 await tenant.http.post(f"/v1/responses/{shown}/cancel")
+                await until(partial(is_over, tenant.http, shown))
         with statements() as seen:
             for path, foreign_id, unknown_id in asked.values():
                 first = await quiet(queue, seen, mine.http, path + foreign_id)
                 assert first == await quiet(queue, seen, mine.http, path + unknown_id), path
+
+
+async def is_over(http: httpx.AsyncClient, shown_id: str) -> bool:
+    answer = await http.get(f"/v1/responses/{shown_id}")
+    return answer.json().get("status") not in ("queued", "in_progress")
 
 
 async def quiet(queue: Any, seen: list[str], http: httpx.AsyncClient, path: str) -> Any:
