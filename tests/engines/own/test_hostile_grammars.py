@@ -10,13 +10,14 @@ import pytest
 
 from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.sampling.grammar.hostile import KINDS
+from tests.support.marks import long_unless
 from tests.support.tokenizers import byte_level
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.events import TokenEvent
 from tokenmill_worker.contract.requests import Prompt
 from tokenmill_worker.engines.own import EngineConfig, GenerationRequest
 
-SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3)))
+SEEDS = long_unless({0}, range(4))
 EACH = 20  # grammars of each kind, for each seed
 
 

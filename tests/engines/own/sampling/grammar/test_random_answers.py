@@ -31,7 +31,7 @@ INVALID: list[dict[str, Any]] = [
 SCHEMAS = [*TYPED, *EARLIER, *INVALID]
 
 
-@pytest.mark.parametrize("answers", [2, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("answers", [2, pytest.param(40, marks=pytest.mark.long)])
 async def test_no_random_answer_violates_its_schema_unreported(
     answers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
