@@ -41,6 +41,7 @@ MODEL = "synthetic?step_ms=10"
 TOKENS = 200
 AT_ONCE = 24
 TURNS = 3
+MOST_LINES = 100  # of the batch: a line that is in a worker at 50 of its ends is set aside
 PROMPTS = [f"Tell {what}" for what in ("one", "two", "three", "four", "five", "six")]
 
 
@@ -310,7 +311,8 @@ async def test_answers_are_the_same_after_every_process_was_killed(
                 )
                 return text_of(events), text
 
-        batch = await begin_batch(site, len(numbers))
+        num_lines = min(len(numbers), MOST_LINES)
+        batch = await begin_batch(site, num_lines)
         work = asyncio.gather(converse(site, "killed"), *map(answers, numbers))
         faults = itertools.cycle(
             (site.kill_gateway, site.kill_worker, site.kill_valkey, site.kill_postgres,
@@ -331,5 +333,6 @@ async def test_answers_are_the_same_after_every_process_was_killed(
         lines = await answers_of(site, batch)
     assert said == calm_said
     assert found == [(calm[number % len(calm)],) * 2 for number in numbers]
-    assert sorted(lines) == [(number, calm[number % len(calm)]) for number in numbers]
+    expected = [(number, calm[number % len(calm)]) for number in range(num_lines)]
+    assert sorted(lines) == expected
     assert num_faults >= 6
