@@ -13,37 +13,76 @@ from pathlib import Path
 from typing import Any
 
 from ops.gateway_check.environments import environment
-from tests.gateway.conftest import MODEL, new_key, running_gateway
+from tests.gateway.conftest import MODEL, Gateway, new_key, running_gateway
 from tests.support.valkey import ControlledValkey
 from tests.support.worker import database_url, running_worker
 from tokenmill_gateway.app import ALL_CALLS
 from tokenmill_gateway.openapi import document_of
+from tokenmill_schemas.openai import RESPONSES_URL
 
 JUDGE = ("schemathesis==4.32.5",)
 CHECKS = ",".join([
     "not_a_server_error", "status_code_conformance", "content_type_conformance",
     "response_schema_conformance",
 ])  # fmt: skip
+NUM_IDS = 40
+EACH_EXAMPLE = 35  # requests that schemathesis sends for an example
 _SENT = re.compile(r"(\d[\d,]*) generated")
 
 
-def document() -> dict[str, Any]:
-    """Return the API's document with the one model that there is, and short answers."""
+async def made_ids(gateway: Gateway, key: str) -> dict[str, list[str]]:
+    """Return ids of things that are there, by the name that their parameter has."""
+    body = {"model": MODEL, "input": "Hi"}
+    line = {"custom_id": "a", "method": "POST", "url": RESPONSES_URL, "body": body}
+    found: dict[str, list[str]] = {"response_id": [], "file_id": [], "batch_id": []}
+    async with gateway.client(key) as client:
+        for number in range(NUM_IDS):
+            response = await client.responses.create(
+                model=MODEL, input="Hi", max_output_tokens=4, background=number % 2 == 0
+            )
+            file = await client.files.create(
+                file=("in.jsonl", json.dumps(line).encode()), purpose="batch"
+            )
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint=RESPONSES_URL, completion_window="24h"
+            )
+            found["response_id"].append(response.id)
+            found["file_id"].append(file.id)
+            found["batch_id"].append(batch.id)
+    return found
+
+
+def document(ids: dict[str, list[str]]) -> dict[str, Any]:
+    """Return the API's document with the model and the ids that there are; answers are short."""
     found = document_of(ALL_CALLS)
+    schemas = found["components"]["schemas"]
     for name in ("ChatBody", "CompletionBody", "ResponseBody"):
-        members = found["components"]["schemas"][name]["properties"]
+        members = schemas[name]["properties"]
         members["model"] = {"const": MODEL}
         for length in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if length in members:
                 members[length] = {"type": "integer", "minimum": 1, "maximum": 8}
+    schemas["BatchInput"]["properties"]["input_file_id"] = {"enum": ids["file_id"]}
+    schemas["ResponseBody"]["properties"]["previous_response_id"] = {
+        "enum": [None, *ids["response_id"]]
+    }
+    for path in found["paths"].values():
+        for operation in path.values():
+            for parameter in operation["parameters"]:
+                if parameter["name"] in ids:
+                    parameter["schema"] = {"enum": ids[parameter["name"]]}
+                elif parameter["name"] == "model":
+                    parameter["schema"] = {"enum": [MODEL, "other"]}
     return found
 
 
-async def judged(judge: str, url: str, key: str, folder: Path, seed: int) -> tuple[int, int]:
+async def judged(
+    judge: str, url: str, key: str, folder: Path, seed: int, examples: int
+) -> tuple[int, int]:
     """Return the exit status of one run, and how many requests it sent."""
     command = [
         judge, "run", str(folder / "openapi.json"), "--url", url, "--checks", CHECKS,
-        "--header", f"Authorization: Bearer {key}", "--max-examples", "200",
+        "--header", f"Authorization: Bearer {key}", "--max-examples", str(examples),
         "--seed", str(seed), "--request-timeout", "60", "--suppress-health-check", "all",
         "--generation-database", "none", "--continue-on-failure", "--no-color",
     ]  # fmt: skip
@@ -67,17 +106,21 @@ async def check(wanted: int, first_seed: int) -> int:
         ControlledValkey(Path(name) / "valkey", persistent=False) as server,
     ):
         folder = Path(name)
-        (folder / "openapi.json").write_text(json.dumps(document()), encoding="utf-8")
         database = database_url(folder)
         key = new_key(database, "acme")
         sent = failed = 0
         async with (
             running_worker(server.url, database),
-            running_gateway(server.url, database, is_open=False) as gateway,
+            running_gateway(
+                server.url, database, is_open=False, files=str(folder / "files")
+            ) as gateway,
         ):
             seed = first_seed
             while sent < wanted:
-                status, number = await judged(judge, gateway.url, key, folder, seed)
+                ids = await made_ids(gateway, key)
+                (folder / "openapi.json").write_text(json.dumps(document(ids)), encoding="utf-8")
+                examples = max(1, min(200, (wanted - sent) // EACH_EXAMPLE))
+                status, number = await judged(judge, gateway.url, key, folder, seed, examples)
                 sent, failed, seed = sent + number, failed + (status != 0), seed + 1
                 print(f"{sent} of {wanted} requests, {failed} runs with a failure", flush=True)
     return 1 if failed else 0
