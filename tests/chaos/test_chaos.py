@@ -301,6 +301,18 @@ async def wait_for_rows(injector, valkey, database, loads, timeout_s):
     return ""
 
 
+async def wait_for_sweeps(injector, valkey, loads, timeout_s):
+    """Wait until the living workers have removed those that were killed."""
+    deadline = time.monotonic() + timeout_s
+    with valkey.client() as redis:
+        while time.monotonic() < deadline:
+            keys = [f"tm:{{{load.queue}}}:workers" for load in loads]
+            registered = {name.decode() for key in keys for name in redis.smembers(key)}
+            if registered <= {worker.name for worker in injector.workers if worker.is_alive}:
+                return
+            await asyncio.sleep(0.2)
+
+
 def unrecorded(database, load):
     return sorted(load.wanted.keys() - states_of(database, load.queue).keys())
 
