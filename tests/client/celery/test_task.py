@@ -86,6 +86,10 @@ def celery_worker(
         process = subprocess.Popen(
             [*command, *flags], stdout=output, stderr=output, cwd=Path(__file__).parents[3]
         )
+        until = time.monotonic() + WAIT_S
+        while " ready." not in log.read_text():  # before, a signal would kill it
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.05)
         yield
         process.terminate()
         assert process.wait(60) == 0, log.read_text()
