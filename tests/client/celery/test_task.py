@@ -18,6 +18,7 @@ import celery.exceptions
 import pytest
 from celery import Celery, chain, chord, group
 
+from tests.support.topologies import wait_until
 from tests.support.valkey import ControlledValkey
 from tests.support.worker import QUEUE, database_url, running_worker
 from tokenmill import Client
@@ -86,10 +87,8 @@ def celery_worker(
         process = subprocess.Popen(
             [*command, *flags], stdout=output, stderr=output, cwd=Path(__file__).parents[3]
         )
-        until = time.monotonic() + WAIT_S
-        while " ready." not in log.read_text():  # before, a signal would kill it
-            assert time.monotonic() < until, log.read_text()
-            time.sleep(0.05)
+        # before, a signal would kill it
+        wait_until(lambda: " ready." in log.read_text(), "the worker's readiness", WAIT_S)
         yield
         process.terminate()
         assert process.wait(60) == 0, log.read_text()
