@@ -107,7 +107,7 @@ class BatchFeeder:
         """Submit every line that is not done, until all are in the queue or the batch is cancelled
         or late."""
         self._sync_record(force=True)
-        for jobs, bad, last_line in self._lines.groups(path, self._reached):
+        for jobs, bad, reached in self._lines.groups(path, self._reached):
             if not self._has_room():
                 break
             self._answer_bad(bad)
@@ -115,9 +115,9 @@ class BatchFeeder:
             self._submit(self._unrecorded(jobs))
             if not self.may_submit:  # perhaps not all of them were submitted
                 break
-            self._reached = last_line
-            # readers expect no open job further behind than WINDOW
-            self._sync_record(force=last_line - self._noted > WINDOW)
+            self._reached = reached
+            # readers expect no open job further behind than WINDOW and a part of the file
+            self._sync_record(force=reached - self._noted > WINDOW)
         if self.may_submit:
             self._reached = self._batch.last_line
         self._sync_record(force=True)

@@ -27,6 +27,7 @@ from tokenmill.bulk.formats.output_line import (
     unanswered,
 )
 from tokenmill.bulk.pages import paged
+from tokenmill.bulk.pending_lines import PART_LINES
 from tokenmill.bulk.progress import WINDOW
 from tokenmill.bulk.store import BatchStore
 from tokenmill.client import Client
@@ -80,12 +81,16 @@ def running(client: Client, batch: Batch) -> Iterator[bool]:
 
 
 def _unsettled(batch: Batch) -> Iterator[list[str]]:
-    """Yield pages of the ids of jobs that may be open: those after `over_line`, including lines
-    submitted since the last progress was written.
-    """
-    last = min(batch.last_line, batch.submitted + 2 * WINDOW)
-    for lines in paged(range(batch.over_line + 1, last + 1)):
+    """Yield pages of the ids of jobs that may be open."""
+    for lines in paged(range(batch.over_line + 1, _last_open(batch) + 1)):
         yield [job_id(batch.id, line) for line in lines]
+
+
+def _last_open(batch: Batch) -> int:
+    """Return a line after which no job is: lines of the next part of the file may be submitted
+    since the last progress was written.
+    """
+    return min(batch.last_line, batch.submitted + WINDOW + PART_LINES)
 
 
 def _may_end(batch: Batch, now_ms: int) -> bool:
@@ -119,7 +124,7 @@ def _counted(client: Client, store: BatchStore, batch: Batch, *, with_tokens: bo
     totals = Totals()
     for bad in store.rejected(batch.id):
         totals = totals.plus(of_bad_line(batch.id, bad).share)
-    for page in paged(range(1, batch.submitted + 1)):
+    for page in paged(range(1, _last_open(batch) + 1)):
         for result in job_queries.results(client, [job_id(batch.id, line) for line in page]):
             totals = totals.plus(of_result(batch.id, result).share)
     every = [*([known] if known else []), batch.totals, totals]
@@ -197,8 +202,7 @@ def fill(
         take(results)
     for bad in paged(store.rejected(batch.id)):
         collector.take_bad(bad)
-    last = min(batch.last_line, batch.submitted + 2 * WINDOW)
-    for lines in paged(range(1, last + 1)):
+    for lines in paged(range(1, _last_open(batch) + 1)):
         missing = [job_id(batch.id, line) for line in lines if not collector.has(line)]
         if missing:
             take(list(job_queries.results(client, missing)))

@@ -1,67 +1,116 @@
-"""Reads the lines of a file that have neither an answer nor an open job, as groups of jobs."""
+"""Reads the lines of a file that have neither an answer nor an open job, as groups of jobs.
+
+The file is read in parts, which follow one another. In a part, lines that begin with the same text
+stand together (`prefix_order`). Lines that are done keep their place in the order, so a run that
+goes on repeats it, and finds the jobs of an interrupted one first.
+
+What is left of a part after PART_S is submitted in smaller ones, of as many lines as this time was
+enough for. So a line waits at most twice PART_S for lines that stand behind it in the file, while
+lines are submitted at a steady rate.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
+from typing import Final
 
 from tokenmill.bulk.batch import Batch
 from tokenmill.bulk.collector import Collector
 from tokenmill.bulk.formats import input_file
-from tokenmill.bulk.formats.input_file import BadLine, Line, read_again, repeated, to_request
+from tokenmill.bulk.formats.input_file import (
+    BadLine,
+    GoodLine,
+    Line,
+    read_again,
+    repeated,
+    to_request,
+)
+from tokenmill.bulk.prefix_order import PrefixOrder, fingerprint
 from tokenmill_schemas.job import JobRequest
+
+PART_LINES: Final = 10_000  # several times the jobs that are in the queue at once
+PART_BYTES: Final = 64 * 1024 * 1024  # of its lines, which are in memory
+PART_S: Final = 900.0
+
+Group = tuple[list[JobRequest], list[BadLine], int]
 
 
 class PendingLines:
     """The lines of a batch that are still to be submitted.
 
     `repeated_lines` have the name of an earlier line. `group` is the number of lines per call.
+    `clock` returns seconds.
     """
 
     def __init__(
-        self, batch: Batch, collector: Collector, repeated_lines: input_file.LineSet, group: int
+        self,
+        batch: Batch,
+        collector: Collector,
+        repeated_lines: input_file.LineSet,
+        group: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._batch = batch
         self._collector = collector
         self._repeated = repeated_lines
         self._group = group
+        self._clock = clock
+        self._part_lines = PART_LINES  # fewer if so many are not submitted within PART_S
         self._order = input_file.BatchDefaults(
             batch.id, batch.tenant, batch.expires_ms or None, batch.any_model
         )
 
-    def groups(
-        self, path: Path, reached: int
-    ) -> Iterator[tuple[list[JobRequest], list[BadLine], int]]:
-        """Yield jobs, lines that can have no job, and the number of the last line of each group."""
-        jobs: list[JobRequest] = []
-        bad: list[BadLine] = []
-        last_line = 0
-        for line in self.pending(path, reached):
-            job = self._job_of(line)
-            if isinstance(job, BadLine):
-                bad.append(job)
-            else:
-                jobs.append(job)
-            last_line = line.line
-            if len(jobs) + len(bad) >= self._group:
-                yield jobs, bad, last_line
-                jobs, bad = [], []
-        if jobs or bad:
-            yield jobs, bad, last_line
+    def groups(self, path: Path, reached: int) -> Iterator[Group]:
+        """Yield jobs, lines that can have no job, and the number of the line up to which all lines
+        were yielded, this group included.
+        """
+        part, is_pending = _Part(0), self._filter(reached)
+        for line in read_again(path, self._batch.digest):
+            if part.is_full(line.line):
+                yield from self._groups_of(part)
+                part = _Part(line.line - 1)
+            part.add(line, self._job_of, is_pending=is_pending(line))
+        yield from self._groups_of(part)
+
+    def _groups_of(self, part: _Part) -> Iterator[Group]:
+        yield [], [], part.after  # so far no line needs a job
+        rest, left = part.lines, deque(key[-1] for key, _ in part.lines)
+        done: set[int] = set()
+        while rest:
+            lines = sorted(rest[: self._part_lines], key=itemgetter(0))
+            rest, began = rest[self._part_lines :], self._clock()
+            for start in range(0, len(lines), self._group):
+                if start and self._clock() - began > PART_S:
+                    rest = sorted(lines[start:] + rest, key=lambda line: line[0][-1])
+                    self._part_lines = start
+                    break
+                group = lines[start : start + self._group]
+                done.update(key[-1] for key, _ in group)
+                while left and left[0] in done:
+                    done.remove(left.popleft())
+                yield (
+                    [job for _, job in group if isinstance(job, JobRequest)],
+                    [job for _, job in group if isinstance(job, BadLine)],
+                    left[0] - 1 if left else part.last,
+                )
+        self._part_lines = min(PART_LINES, 2 * self._part_lines)
 
     def pending(self, path: Path, reached: int) -> Iterator[Line]:
-        """Yield the lines after `reached` without an answer and without an open job.
+        """Yield the lines after `reached` without an answer and without an open job, as they stand.
 
         If answers are kept in files, these show what is done, and all lines are read.
         """
+        return filter(self._filter(reached), read_again(path, self._batch.digest))
+
+    def _filter(self, reached: int) -> Callable[[Line], bool]:
         start, collector = 0 if self._collector.keeps_answers else reached, self._collector
-        for line in read_again(path, self._batch.digest):
-            if (
-                line.line > start
-                and line.line not in collector.jobs
-                and not collector.has(line.line)
-            ):
-                yield line
+        return lambda line: (
+            line.line > start and line.line not in collector.jobs and not collector.has(line.line)
+        )
 
     def _job_of(self, line: Line) -> JobRequest | BadLine:
         if isinstance(line, BadLine):
@@ -69,3 +118,34 @@ class PendingLines:
         if line.line in self._repeated:
             return repeated(line)
         return to_request(line, self._order)
+
+
+class _Part:
+    """Lines of a file after the line `after`: the pending ones, each with its key for sorting."""
+
+    def __init__(self, after: int) -> None:
+        self.after = self.last = after
+        self.lines: list[tuple[tuple[int, ...], JobRequest | BadLine]] = []
+        self._num_bytes = 0
+        self._order = PrefixOrder()
+        self._passed: list[Line] = []  # not pending; they count if a pending line follows
+
+    def is_full(self, line: int) -> bool:
+        return line > self.after + PART_LINES or self._num_bytes >= PART_BYTES
+
+    def add(
+        self, line: Line, job_of: Callable[[Line], JobRequest | BadLine], *, is_pending: bool
+    ) -> None:
+        self.last = line.line
+        self._num_bytes += line.num_bytes if isinstance(line, GoodLine) else 0
+        if not is_pending:
+            self._passed.append(line)
+            return
+        for passed in self._passed:
+            self._key(passed, job_of(passed))
+        self._passed = []
+        job = job_of(line)
+        self.lines.append((self._key(line, job), job))
+
+    def _key(self, line: Line, job: JobRequest | BadLine) -> tuple[int, ...]:
+        return self._order.key(line.line, fingerprint(job) if isinstance(job, JobRequest) else ())

@@ -3,6 +3,8 @@
 One worker and private servers run three phases: interactive jobs alone, one after the other; the
 same jobs while `tokenmill bulk run` works on a file in a process of its own; then the file alone.
 Interactive jobs are streamed. Measured is the time to the first token, at the client.
+
+With `--templates N`: a file alone, whose lines begin with N templates in random order.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
+from ops.benchmarks.measure import templates
 from ops.benchmarks.measure.figures import percentile
 from ops.benchmarks.measure.tables import show
 from ops.demonstration.stack import DemoStack
@@ -28,6 +31,10 @@ COLUMNS = {
     "first_ms_p50": ("first token\nms p50", "{:.1f}"),
     "first_ms_p99": ("\np99", "{:.1f}"),
     "tokens_s": ("the file\ntokens/s", "{:.1f}"),
+    "completed": ("lines\ndone", "{:.0f}"),
+    "computed": ("computed\n× unique", "{:.2f}"),
+    "lines_s": ("lines/s", "{:.2f}"),
+    "ratio": ("× file's\norder", "{:.2f}"),
 }
 
 
@@ -38,10 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=60, help="interactive ones, in each phase")
     parser.add_argument("--pause", type=float, default=0.1, help="seconds between two jobs")
     parser.add_argument("--tokens", type=int, default=16, help="of each interactive answer")
+    parser.add_argument("--templates", type=int, default=0, help="measure a file of N templates")
     parser.add_argument("--rest", type=float, default=15.0, help="seconds of the file alone")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
+    if arguments.templates:
+        cases = templates.measure(arguments)
+        title = f"{arguments.lines:,} lines of {arguments.templates} templates, shuffled"
+        show(Console(), title, cases, COLUMNS)
+        return {"results": {"templates": cases}}
     with DemoStack(arguments.model, "bench") as stack:
         stack.start(lambda _: None)
         _interactive(stack, arguments, count=5)  # warm up

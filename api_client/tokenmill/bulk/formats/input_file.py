@@ -60,6 +60,7 @@ class GoodLine:
     custom_id: str
     url: str
     body: dict[str, Any]
+    num_bytes: int = 0  # as it is in the file
 
 
 Line = GoodLine | BadLine
@@ -168,10 +169,10 @@ def parse(number: int, raw: bytes) -> Line:
         return BadLine(
             number, None, "invalid_json_line", f"This line is not a JSON object: {words}"
         )
-    return _checked(number, envelope)
+    return _checked(number, envelope, len(raw))
 
 
-def _checked(number: int, envelope: LineEnvelope) -> Line:
+def _checked(number: int, envelope: LineEnvelope, num_bytes: int) -> Line:
     name = envelope.custom_id
     if name is None or name == "":
         return BadLine(
@@ -202,7 +203,7 @@ def _checked(number: int, envelope: LineEnvelope) -> Line:
         return BadLine(number, name, "invalid_url", words, "url")
     if not isinstance(envelope.body, dict):
         return _missing(number, name, "body")
-    return GoodLine(number, name, envelope.url, envelope.body)
+    return GoodLine(number, name, envelope.url, envelope.body, num_bytes)
 
 
 def _missing(number: int, name: str | None, param: str) -> BadLine:

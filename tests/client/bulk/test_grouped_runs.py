@@ -1,0 +1,77 @@
+"""Files of templates through the queue: the order of their jobs, kills, and wrong fingerprints."""
+
+import random
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.client.bulk.support import BulkSetup, Interrupted, interrupt_after, names, write
+from tests.client.bulk.test_imports import WINDOW, begin, go_on
+from tests.client.bulk.test_prefix_order import shuffled, templated
+from tests.support.worker import running_worker
+from tokenmill import Client
+from tokenmill.bulk import BatchState, BatchStore, cancel_batch, import_batch, pending_lines
+from tokenmill.bulk.formats.input_file import line_of
+from tokenmill_schemas.job import JobRequest, Priority
+from tokenmill_schemas.keys import Keys
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def no_worker(allowed_keys: list[str]) -> None:
+    allowed_keys.append("tm:{q}:*")
+
+
+def queued_lines(redis_url: str, batch_id: str) -> list[int]:
+    with redis.Redis.from_url(redis_url) as server:
+        entries = server.xrange(Keys("q").tenant_stream(Priority.BULK))
+    return [line_of(batch_id, fields[b"job"].decode()) for _, fields in entries]
+
+
+@pytest.mark.usefixtures("no_worker")
+def test_jobs_wait_in_the_queue_template_by_template(
+    client: Client, redis_url: str, database: str, tmp_path: Path
+) -> None:
+    setup = BulkSetup(tmp_path, redis_url, database)
+    kinds = shuffled(tmp_path / "in.jsonl", templates=5, lines=60)
+    batch = setup.do(lambda client, store: import_batch(client, store, tmp_path / "in.jsonl"))
+    lines = queued_lines(redis_url, batch.id)
+    assert sorted(lines) == list(range(1, 61))
+    assert len(list(groupby(kinds[line - 1] for line in lines))) == 5
+    setup.do(lambda client, store: cancel_batch(client, store, batch.id))
+
+
+@pytest.mark.usefixtures("no_worker")
+def test_a_resumed_import_repeats_the_order_and_a_cancelled_one_leaves_no_job(
+    any_client: Client, store: BatchStore, tmp_path: Path, redis_url: str
+) -> None:
+    path = write(tmp_path / "in.jsonl", [templated(f"{n}", n // 3 % 4) for n in range(60)])
+    batch = begin(any_client, store, path)
+    for _ in range(2):  # of the first template, up to line 38
+        assert queued_lines(redis_url, batch.id) == [1, 2, 3, 13, 14, 15, 25, 26, 27, 37]
+        assert (any_client.depth().num_queued, batch.submitted) == (WINDOW, 3)
+        batch = go_on(any_client, store, path, batch)
+    cancel_batch(any_client, store, batch.id)
+    assert any_client.depth().num_queued == 0
+
+
+async def test_killed_runs_with_wrong_fingerprints_answer_each_line_once(
+    setup: BulkSetup, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lie(job: JobRequest) -> tuple[bytes, ...]:  # another one in each run
+        return tuple(b"%d" % random.randrange(9) for _ in job.job_id)
+
+    monkeypatch.setattr(pending_lines, "fingerprint", lie)
+    monkeypatch.setattr(pending_lines, "PART_LINES", 32)
+    path = setup.folder / "in.jsonl"
+    shuffled(path, templates=7, lines=90)
+    async with running_worker(setup.redis_url, database):
+        for count in (10, 40):
+            with pytest.raises(Interrupted):
+                await setup.run(path, window=20, on_progress=interrupt_after(count))
+        batch = await setup.run(path)
+    assert (batch.state, batch.totals.completed) == (BatchState.COMPLETED, 90)
+    assert sorted(names(setup.paths.output), key=int) == [f"{number}" for number in range(90)]
