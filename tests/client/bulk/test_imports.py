@@ -22,6 +22,7 @@ from tokenmill.bulk import (
     import_batch,
     new_batch,
     open_store,
+    pending_lines,
     refresh,
 )
 from tokenmill.bulk.formats.input_file import job_id
@@ -162,8 +163,9 @@ def test_an_import_past_its_window_rejects_only_lines_without_a_job(
 
 
 def test_a_file_that_shrinks_during_its_import_is_refused(
-    any_client: Client, store: BatchStore, tmp_path: Path
+    any_client: Client, store: BatchStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pending_lines, "PART_LINES", 100)  # a part is read before its jobs are
     path = write_many(tmp_path / "in.jsonl", 400)
 
     def cut(progress: Any) -> None:
