@@ -68,15 +68,15 @@ class PendingLines:
         """Yield jobs, lines that can have no job, and the number of the line up to which all lines
         were yielded, this group included.
         """
-        part, is_pending = _Part(0), self._filter(reached)
+        part, is_pending = _FilePart(0), self._filter(reached)
         for line in read_again(path, self._batch.digest):
             if part.is_full(line.line):
                 yield from self._groups_of(part)
-                part = _Part(line.line - 1)
+                part = _FilePart(line.line - 1)
             part.add(line, self._job_of, is_pending=is_pending(line))
         yield from self._groups_of(part)
 
-    def _groups_of(self, part: _Part) -> Iterator[Group]:
+    def _groups_of(self, part: _FilePart) -> Iterator[Group]:
         yield [], [], part.after  # so far no line needs a job
         rest, left = part.lines, deque(key[-1] for key, _ in part.lines)
         done: set[int] = set()
@@ -120,7 +120,7 @@ class PendingLines:
         return to_request(line, self._order)
 
 
-class _Part:
+class _FilePart:
     """Lines of a file after the line `after`: the pending ones, each with its key for sorting."""
 
     def __init__(self, after: int) -> None:

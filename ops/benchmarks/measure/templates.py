@@ -8,7 +8,9 @@ import os
 import random
 import subprocess
 import time
+from contextlib import closing, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 from ops.demonstration.stack import DemoStack
 from tokenmill import Client
@@ -56,22 +58,16 @@ def _ours(arguments: argparse.Namespace, *, is_grouped: bool) -> Case:
     width = config["num_key_value_heads"] * config.get("head_dim", 64)
     size = 2 * 4 * config["num_hidden_layers"] * width  # bytes of a token's keys and values
     settings = {"max_num_seqs": PLACES, "max_memory_gib": POOL * size / 2**30}
-    fingerprint = pending_lines.fingerprint
     with DemoStack(arguments.model, "bench", {**settings, "dtype": "float32"}) as stack:
         stack.start(lambda _: None)
         source, paths = stack.directory / "in.jsonl", Paths.of(stack.directory / "out.jsonl")
         _write(source, arguments)
         with Client(stack.redis_url, queue=stack.queue, database=stack.database_url) as client:
-            store = open_store(client)
-            try:
-                if not is_grouped:
-                    pending_lines.fingerprint = lambda _: ()
-                began = time.monotonic()
+            store, began = open_store(client), time.monotonic()
+            alike = nullcontext() if is_grouped else patch.object(pending_lines, "fingerprint", _no)
+            with closing(store), alike:
                 totals = run_batch(client, store, source, paths).totals
-                wall_s = time.monotonic() - began
-            finally:
-                pending_lines.fingerprint = fingerprint
-                store.close()
+            wall_s = time.monotonic() - began
     unique = arguments.templates * TEMPLATE + arguments.lines * ROW
     computed = (totals.input_tokens - totals.cached_tokens) / unique
     return {
@@ -79,6 +75,10 @@ def _ours(arguments: argparse.Namespace, *, is_grouped: bool) -> Case:
         "computed": computed,
         "lines_s": arguments.lines / wall_s,
     }
+
+
+def _no(_: object) -> tuple[bytes, ...]:
+    return ()
 
 
 def _theirs(arguments: argparse.Namespace, python: Path) -> Case:

@@ -112,7 +112,7 @@ def test_lines_that_share_nothing_keep_the_order_of_the_file(tmp_path: Path) -> 
     assert order(write(tmp_path / "in.jsonl", lines)) == list(range(1, 26))
 
 
-def test_bad_lines_are_told_where_they_stand(tmp_path: Path) -> None:
+def test_bad_lines_stand_in_the_order_of_the_file(tmp_path: Path) -> None:
     lines: list[Any] = [templated("a", 1), templated("b", 2), "nonsense", templated("c", 1)]
     path = write(tmp_path / "in.jsonl", lines)
     groups = list(pending(path).groups(path, 0))
