@@ -21,7 +21,7 @@ COMMANDS = {
     "bulk": "what a bulk file costs the interactive jobs beside it",
     "gateway": "what OpenAI's API costs beside the client alone",
     "quality": "what rounding weights, keys and values costs: perplexity",
-    "simulate": "how many workers one queue server carries, counted",
+    "simulate": "how many workers one queue server carries, and a day of scaling",
     "gpu": "share of the floor that the engine reaches on a CUDA device",
 }
 
