@@ -38,15 +38,15 @@ def test_the_default_settings_are_valid() -> None:
 
 def test_settings_that_contradict_each_other_are_reported_with_the_others() -> None:
     problems = _problems(
-        max_long_partial_prefills="2", max_num_batched_tokens="10", max_num_seqs="64",
+        cache_disk_gib="0", max_num_batched_tokens="10", max_num_seqs="64",
         cpu_offload_gib="4000",
         max_model_len="100",
         default_max_tokens="200", max_memory_gib="-3", stall_seconds="0.2",
     )  # fmt: skip
     named = sorted(line.split(" ")[0] for line in problems)
     assert named == [
-        "--cpu-offload-gib", "--default-max-tokens", "--max-long-partial-prefills",
-        "--max-memory-gib", "--max-num-batched-tokens", "--stall-seconds",
+        "--cache-disk-gib", "--cpu-offload-gib", "--default-max-tokens", "--max-memory-gib",
+        "--max-num-batched-tokens", "--stall-seconds",
     ]  # fmt: skip
 
 
@@ -56,15 +56,6 @@ def test_settings_that_contradict_each_other_are_reported_with_the_others() -> N
         (
             "long_prefill_token_threshold",
             {"long_prefill_token_threshold": 101, "max_model_len": 100},
-        ),
-        ("max_long_partial_prefills", {"max_long_partial_prefills": 1}),
-        (
-            "max_long_partial_prefills",
-            {"max_long_partial_prefills": 1, "max_num_partial_prefills": 1},
-        ),
-        (
-            "max_long_partial_prefills",
-            {"max_long_partial_prefills": 2, "long_prefill_token_threshold": 50},
         ),
         ("bulk_slowdown", {"enable_chunked_prefill": False, "bulk_slowdown": 0.25}),
         (
@@ -83,6 +74,8 @@ def test_settings_that_contradict_each_other_are_reported_with_the_others() -> N
         ("max_num_batched_tokens", {"max_num_batched_tokens": 63, "max_num_seqs": 64}),
         ("max_memory_gib", {"max_memory_gib": 0.0}),
         ("cpu_offload_gib", {"cpu_offload_gib": 4000.0}),
+        ("cache_disk", {"cache_disk": "/tmp/blocks", "prefix_cache": False}),
+        ("cache_disk_gib", {"cache_disk_gib": -1.0}),
         ("cuda_graphs", {"cuda_graphs": True, "device": "cpu"}),
         ("stall_seconds", {"stall_seconds": 0.5}),
     ],
@@ -97,9 +90,6 @@ def test_a_setting_that_is_impossible_or_without_effect_is_refused(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"max_long_partial_prefills": 1, "long_prefill_token_threshold": 50},
-        # the threshold follows the model's length
-        {"max_long_partial_prefills": 1, "max_num_partial_prefills": 2},
         {"max_num_batched_tokens": 63},  # the default of max_num_seqs follows
         {"max_num_batched_tokens": 64, "max_num_seqs": 64},
         {"enable_chunked_prefill": False, "bulk_slowdown": "none", "max_model_len": 512},

@@ -69,3 +69,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     finished: int = 0
     failed_steps: int = 0
     busy_s: float = 0.0  # time inside steps
+    disk_blocks_read: int = 0  # from the cache on disk
+    disk_blocks_missed: int = 0  # of prompts, looked for on disk and not there
+    disk_blocks_written: int = 0
+    disk_failures: dict[str, int] = {}  # by reason: busy, damaged, full, io, slow

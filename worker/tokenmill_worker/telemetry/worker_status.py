@@ -47,6 +47,9 @@ _ENGINE_COUNTERS: Final = (
     ("evicted_blocks", "kv_blocks_evicted", "KV blocks evicted from the prefix cache"),
     ("blocks_swapped_out", "kv_blocks_offloaded", "KV blocks copied to host memory"),
     ("blocks_swapped_in", "kv_blocks_restored", "KV blocks copied back from host memory"),
+    ("disk_blocks_read", "kv_disk_hits", "KV blocks read from the cache on disk"),
+    ("disk_blocks_missed", "kv_disk_misses", "KV blocks of prompts that were not on disk"),
+    ("disk_blocks_written", "kv_disk_writes", "KV blocks written to the cache on disk"),
     ("draft_tokens", "spec_decode_num_draft_tokens", "Draft tokens"),
     ("accepted_tokens", "spec_decode_num_accepted_tokens", "Draft tokens that were accepted"),
     ("steps", "engine_steps", "Engine steps"),
@@ -172,8 +175,6 @@ class StatusReporter:
             max_model_len=0 if served is None else served.max_model_len,
             adapters=() if served is None else tuple(sorted(served.adapters)),
             aliases={} if served is None else served.further_names,
-            pace=round(observer.ended_tokens.per_s, 1),
-            urgent=observer.urgent(),
         )
 
     def _tell_of_skew(self, skew_s: float) -> None:
@@ -201,6 +202,10 @@ class StatusReporter:
             yield gauge(name, words, getattr(stats, field))
         for field, name, words in _ENGINE_COUNTERS:
             yield counter(name, words, getattr(stats, field))
+        yield by_label(
+            "kv_disk_failures", "Faults of the cache on disk, each of which cost a hit at most",
+            "reason", stats.disk_failures, is_counter=True,
+        )  # fmt: skip
         most = self._parts.service.max_num_seqs
         yield gauge("num_requests_max", "Most sequences in the running batch", most)
         used = stats.blocks_total - stats.blocks_free

@@ -54,7 +54,7 @@ def held_blocks(host: HostPool) -> list[int]:
 
 def check_host_pool(host: HostPool) -> None:
     """Raise AssertionError when a block is lost or in two places."""
-    everywhere = sorted([*host._free, *host._held, *host._hash_of])
+    everywhere = sorted([*host._free, *host._held, *host._hash_of, *host._leaving])
     _require(
         everywhere == list(range(host.num_blocks)),
         f"host blocks are lost or in two places: {everywhere}",
@@ -181,4 +181,5 @@ def _check_host(state: SchedulerState, sequences: list[Sequence]) -> None:
     check_host_pool(host)
     held = [block for s in sequences for table in s.host_tables for block in table if block >= 0]
     held += [block for copies in state.in_flight.values() for block in copies.host_sources]
+    held += [block for block, _ in state.kv.tier.reading.values()]
     _require(sorted(held) == held_blocks(host), "host blocks are lost")

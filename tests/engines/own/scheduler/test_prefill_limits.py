@@ -176,3 +176,32 @@ def test_an_unset_prefill_limit_is_one_if_the_other_is_set(
 ) -> None:
     found = PrefillLimits.of(True, *given).for_length(256)
     assert (found.threshold, found.partial, found.long) == limits
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_long_partial_prefills": 1},
+        {"max_long_partial_prefills": 1, "max_num_partial_prefills": 1},
+        {"max_long_partial_prefills": 2, "long_prefill_token_threshold": 50},
+    ],
+    ids=str,
+)
+def test_a_limit_on_long_prompts_that_contradicts_the_others_is_refused(
+    changes: dict[str, Any],
+) -> None:
+    with pytest.raises(EngineConfigError, match="max_long_partial_prefills"):
+        EngineConfig(model="m", **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_long_partial_prefills": 1, "long_prefill_token_threshold": 50},
+        # the threshold follows the model's length
+        {"max_long_partial_prefills": 1, "max_num_partial_prefills": 2},
+    ],
+    ids=str,
+)
+def test_a_limit_on_long_prompts_that_has_an_effect_is_accepted(changes: dict[str, Any]) -> None:
+    assert EngineConfig(model="m", **changes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 
@@ -18,9 +18,12 @@ from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.execution.interface import Runner
 from tokenmill_worker.engines.own.execution.load import build_scheduler, load_runner
+from tokenmill_worker.engines.own.kv.disk_tier import DiskTier
 from tokenmill_worker.engines.own.requests import RequestTracker, RequestValidator
 from tokenmill_worker.engines.own.scheduler import Scheduler
 from tokenmill_worker.engines.own.stepping import StepExecutor
+
+FLUSH_S: Final = 3.0  # a worker waits five seconds for the end of its engine
 
 
 class Engine:
@@ -93,7 +96,9 @@ class Engine:
 
     @property
     def waits_only(self) -> bool:
-        """Return whether all requests wait for a grammar or adapter: a step would do nothing."""
+        """Return whether all requests wait for a grammar, adapter or blocks: a step would do
+        nothing.
+        """
         return bool(self._requests.num_pending) and not self._can_step
 
     @property
@@ -143,7 +148,26 @@ class Engine:
         while self.has_work:
             if not self.step() and self.waits_only:
                 time.sleep(0.001)
-        self.runner.close()
+        self.close()
+
+    def close(self) -> None:
+        """Leave the blocks of unfinished requests on disk, where there is a cache, and close the
+        runner.
+        """
+        disk = self.scheduler.kv.tier.disk
+        try:
+            if disk is not None:
+                self._flush(disk)
+        finally:
+            self.runner.close()
+
+    def _flush(self, disk: DiskTier) -> None:
+        give_up_at = disk.clock() + FLUSH_S
+        tier = self.scheduler.kv.tier
+        while (tier.has_unsaved or disk.num_unwritten) and disk.clock() < give_up_at:
+            self._steps.copy_blocks()
+            disk.poll()
+            time.sleep(0.001)
 
     def request_ids(self) -> list[str]:
         """Return the ids of all requests that have not ended."""

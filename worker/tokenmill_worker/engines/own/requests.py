@@ -1,7 +1,7 @@
 """Requests outside of steps: each is checked and turned into sequences, waits for its grammar and
-adapter, is scheduled, and followed to its end.
+adapter and for blocks that are read from the disk, is scheduled, and followed to its end.
 
-A request whose grammar and adapter are ready does not wait. A request whose grammar or adapter
+A request that needs none of these does not wait. A request whose grammar or adapter
 fails is refused with the reason; one whose deadline passes meanwhile ends; the others continue. A
 request that is refused on this way, or cancelled, ends with an event that belongs to no step.
 
@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
@@ -30,6 +30,7 @@ from tokenmill_worker.contract.requests import (
 from tokenmill_worker.engines.limits import ModelLimits
 from tokenmill_worker.engines.own.errors import sentence_of, why
 from tokenmill_worker.engines.own.execution.interface import Runner
+from tokenmill_worker.engines.own.kv.read_ahead import ReadAhead, read_ahead
 from tokenmill_worker.engines.own.scheduler import Scheduler
 from tokenmill_worker.engines.own.sequence import BULK, Sequence
 
@@ -88,17 +89,21 @@ class RequestValidator(ModelLimits):
 
 @dataclass(frozen=True, slots=True)
 class Prerequisites:
-    """Futures that a request waits for; None where it needs nothing of that kind.
+    """Names what a request waits for; None where it needs nothing of that kind.
 
-    An adapter's future gives the key of the version that was loaded.
+    An adapter's future gives the key of the version that was loaded. Blocks are read from the disk
+    once that is known, because it decides which they are.
     """
 
     grammar: Future[Any] | None = None
     adapter: Future[str] | None = None
+    blocks: ReadAhead | None = None
 
     @property
     def are_met(self) -> bool:
-        return all(future is None or future.done() for future in (self.grammar, self.adapter))
+        has_blocks = self.blocks is None or self.blocks.has_ended()
+        futures = (self.grammar, self.adapter)
+        return has_blocks and all(future is None or future.done() for future in futures)
 
     def assign(self, sequences: list[Sequence]) -> None:
         """Assign the results to the sequences; all futures must be done.
@@ -145,10 +150,10 @@ class PendingRequests:
     def request_ids(self) -> list[str]:
         return list(self._requests)
 
-    def take(self) -> tuple[list[list[Sequence]], list[TokenEvent]]:
+    def take(self) -> tuple[list[tuple[Prerequisites, list[Sequence]]], list[TokenEvent]]:
         """Remove and return ready requests, and events for those that failed or expired."""
         now = self._clock()
-        ready: list[list[Sequence]] = []
+        ready: list[tuple[Prerequisites, list[Sequence]]] = []
         ends: list[TokenEvent] = []
         for request_id, (needs, sequences) in list(self._requests.items()):
             deadline = sequences[0].deadline
@@ -162,7 +167,7 @@ class PendingRequests:
                 except RequestError as refusal:
                     ends += [refusal.event(s.request_id, s.choice) for s in sequences]
                 else:
-                    ready.append(sequences)
+                    ready.append((needs, sequences))
         return ready, ends
 
     def cancel(self, request_id: str, reason: FinishReason, choice: int | None) -> list[TokenEvent]:
@@ -199,12 +204,13 @@ class RequestTracker:
         self._validator = validator
         self._runner = runner
         self._scheduler = scheduler
+        self._disk = scheduler.kv.tier.disk
         self._pending = PendingRequests()  # requests that are not schedulable yet
         self._early: list[TokenEvent] = []  # events that belong to no step: refusals, cancels
 
     @property
     def num_pending(self) -> int:
-        """The number of requests that wait for a grammar or an adapter."""
+        """The number of requests that wait for a grammar, an adapter or blocks."""
         return len(self._pending)
 
     @property
@@ -252,10 +258,19 @@ class RequestTracker:
         return bool(events)
 
     def schedule_prepared(self) -> None:
-        """Schedule requests whose grammar is compiled and whose adapter is loaded."""
+        """Schedule requests whose grammar is compiled, whose adapter is loaded and whose blocks are
+        read.
+        """
+        if self._disk is not None:
+            self._disk.poll()
         if self._pending:
             ready, ends = self._pending.take()
-            for sequences in ready:
+            for needs, sequences in ready:
+                if needs.blocks is not None:
+                    for sequence in sequences:  # the weights may have changed meanwhile
+                        sequence.block_hashes.clear()
+                elif self._waits_for_blocks(needs, sequences):
+                    continue
                 self._schedule_one(sequences)
             self._early += ends
 
@@ -277,9 +292,17 @@ class RequestTracker:
         )
         if prerequisites.are_met:
             prerequisites.assign(sequences)
-            batch[request_id] = sequences
+            if not self._waits_for_blocks(prerequisites, sequences):
+                batch[request_id] = sequences
         else:
             self._pending.add(prerequisites, sequences)
+
+    def _waits_for_blocks(self, needs: Prerequisites, sequences: list[Sequence]) -> bool:
+        """Begin to read blocks from the disk; return False if there is nothing to wait for."""
+        blocks = read_ahead(self._scheduler.kv, sequences)
+        if blocks is not None:
+            self._pending.add(replace(needs, blocks=blocks), sequences)
+        return blocks is not None
 
     def _schedule(self, batch: dict[str, list[Sequence]]) -> None:
         if batch:

@@ -62,6 +62,13 @@ class StepExecutor:
             return []
         return self._finish(*previous, StepPlan(-1, ()))
 
+    def copy_blocks(self) -> None:
+        """Run the copies of blocks that are planned, without any sequence. Raises EngineError."""
+        self.settle()
+        plan = self._scheduler.plan(only=())
+        if not plan.is_empty:
+            self._commit(plan, self._runner.finish(self._runner.launch(plan)))
+
     def _execute(self) -> list[TokenEvent]:
         if self._draft is not None:
             self._draft(self._scheduler.lookahead)

@@ -71,8 +71,7 @@ KIND = EngineKind(
     settings=(
         "model", "max_model_len", "prefix_cache", "policy", "max_num_batched_tokens",
         "max_num_seqs", "enable_chunked_prefill", "long_prefill_token_threshold",
-        "max_num_partial_prefills", "max_long_partial_prefills", "preempt", "bulk_slowdown",
-        "generation_config", "adapters", "max_loras",
+        "max_num_partial_prefills", "bulk_slowdown", "generation_config", "adapters", "max_loras",
     ),
     capabilities=Capabilities(
         scores=True, prompt_logprobs=True, adapters=True, exact_resume=True

@@ -131,7 +131,9 @@ NOTES: Final = {
 INSTEAD: Final = {
     "quantization": "quantization", "attention": "attention-backend", "kv_dtype": "kv-cache-dtype",
     "max_memory_percent": "gpu-memory-utilization", "max_memory_gib": "kv-cache-memory-bytes",
-    "cpu_offload_gib": "kv-offloading-size", "enable_chunked_prefill": "enable-chunked-prefill",
+    "cpu_offload_gib": "kv-offloading-size",
+    "cache_disk": "kv-transfer-config", "cache_disk_gib": "kv-transfer-config",
+    "enable_chunked_prefill": "enable-chunked-prefill",
     "long_prefill_token_threshold": "long-prefill-token-threshold", "cuda_graphs": "enforce-eager",
     "speculative_tokens": "speculative-config", "draft_model": "speculative-config",
 }  # fmt: skip

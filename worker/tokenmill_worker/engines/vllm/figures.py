@@ -68,11 +68,12 @@ class Figures:
         )
 
     def stats(self, capacity: Capacity) -> EngineStats:
+        counters: dict[str, Any] = dict(self._counters)
         return EngineStats(
             num_running=capacity.running,
             num_waiting=capacity.waiting,
             blocks_total=self._blocks_total,
             blocks_free=capacity.free_blocks,
             busy_s=self._busy_s,
-            **self._counters,
+            **counters,
         )

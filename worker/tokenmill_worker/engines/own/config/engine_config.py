@@ -83,6 +83,11 @@ class EngineConfig:
         "host memory for preempted sequences and evicted prefixes; auto: as much as the cache, "
         "at most 0.8 of what is free",
     )
+    cache_disk: str | None = setting(
+        None,
+        "folder of blocks below the host memory, which outlive the worker; workers may share it",
+    )
+    cache_disk_gib: float = setting(16.0, "most that workers keep in that folder")
     # scheduler
     policy: SchedulingPolicy = setting(SchedulingPolicy.FIFO, "fifo, prefill_first or priority")
     max_num_batched_tokens: int = setting(
@@ -107,19 +112,14 @@ class EngineConfig:
     )
     max_num_partial_prefills: int | None = setting(
         None,
-        "prompts that are computed in parts at once; 0: no limit "
-        "(default: 1 beside max-long-partial-prefills, else no limit)",
+        "prompts that are computed in parts at once, one of them long; 0: no limit "
+        "(default: no limit)",
         minimum=0,
     )
-    max_long_partial_prefills: int | None = setting(
-        None,
-        "long prompts in parts at once; 0: no limit "
-        "(default: 1 beside max-num-partial-prefills, else no limit)",
-        minimum=0,
-    )
-    preempt: Literal["least_wasted", "newest", "oldest"] = setting(
-        "least_wasted", "which sequence is preempted: least_wasted, newest or oldest"
-    )
+    # long prompts in parts at once; 0: no limit; None: 1 beside the limit above, else no limit
+    max_long_partial_prefills: int | None = direct_value(None, minimum=0)
+    # which sequence is preempted
+    preempt: Literal["least_wasted", "newest", "oldest"] = direct_value("least_wasted")
     bulk_slowdown: float | None = setting(
         0.5,
         "with policy priority: how much bulk jobs may slow a step of others (0.5: by half); "
@@ -237,6 +237,9 @@ class EngineConfig:
         if cap is not None and self.num_blocks is not None:
             words = f"does nothing beside num_blocks ({self.num_blocks}): set one of them"
             found.append(f"max_memory_gib ({cap:g}) {words}")
+        disk = self.cache_disk_gib
+        if not 0 < disk < math.inf:
+            found.append(f"cache_disk_gib must be positive, not {disk}")
         if offload == "auto":  # never more than there is
             return found
         if not 0 <= offload < math.inf:
@@ -254,6 +257,8 @@ class EngineConfig:
             found.append(sentence + "long_prefill_token_threshold: no prompt counts as long")
         if self.calculate_kv_scales and not self.has_narrow_kv:
             found.append(f"calculate_kv_scales needs 8 bits, not kv_dtype {self.kv_dtype}")
+        if self.cache_disk and not self.prefix_cache:
+            found.append("cache_disk does nothing without prefix_cache")
         if self.draft_model and not self.speculative_tokens:
             found.append("draft_model does nothing without speculative_tokens: set it to 4")
         return found

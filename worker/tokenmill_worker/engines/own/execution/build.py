@@ -55,6 +55,8 @@ def runner_of_model(model: Any, config: EngineConfig) -> ModelRunner:
     Raises EngineConfigError.
     """
     _set_threads(config)
+    if config.cache_disk:
+        raise EngineConfigError(["cache_disk needs a model of files, which name its weights"])
     device = pick_device(config.device)
     with tempfile.TemporaryDirectory(prefix="tokenmill-model-") as name:
         folder = Path(name)  # the loader reads the configurations of a model from its folder

@@ -12,6 +12,7 @@ from tokenmill_schemas.generation import NO_DEFAULTS, SamplingParams
 from tokenmill_worker.contract.capabilities import Capabilities
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.config.cache import CacheConfig
+from tokenmill_worker.engines.own.kv.disk_tier import DiskTier
 from tokenmill_worker.engines.own.plan import Draft, StepOutput, StepPlan
 from tokenmill_worker.engines.own.scheduler import Lookahead
 from tokenmill_worker.engines.own.sequence import Sequence
@@ -44,13 +45,14 @@ class RunnerInfo:
 
 @dataclass(frozen=True, slots=True)
 class RunnerHooks:
-    """Calls of a runner that planning a step needs; None where the runner has no such part."""
+    """Parts and calls of a runner that planning needs; None where the runner has no such part."""
 
     propose: Callable[[Sequence], Draft] | None = None  # drafts tokens
     # makes a draft model's drafts, which `propose` returns, before a step is planned
     draft: Callable[[Lookahead], None] | None = None
     # returns whether recurrent states after the block with this hash are kept
     has_state: Callable[[bytes], bool] | None = None
+    disk: DiskTier | None = None  # blocks below the host pool
 
 
 NO_HOOKS = RunnerHooks()

@@ -41,6 +41,7 @@ def build_scheduler(info: RunnerInfo, hooks: RunnerHooks) -> Scheduler:
         eos_token_ids=info.eos_token_ids,
         proposer=hooks.propose,
         has_state=hooks.has_state,
+        disk=hooks.disk,
         async_depth=1 if info.is_asynchronous else 0,
     )
     longest = scheduler.max_model_len

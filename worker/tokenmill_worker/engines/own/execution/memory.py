@@ -34,6 +34,9 @@ CPU_POOL_BYTES = 4 * GIB
 SHORTEST = 256  # unasked, the length is not reduced below this many tokens
 _MEASURED_MARGIN = 1.1
 _AUTO_SHARE = 0.8  # of the free memory, for the host pool
+_DISK_SHARE = 1 / 8  # of the free memory, unasked, for the host pool above a cache on disk
+_READ_AT_ONCE = 4  # sequences of the longest length, unasked
+_FEWEST_FOR_DISK = 8  # blocks, half of which may wait to be written
 _STEP_SHARE = 0.25  # of the memory that may be used, for all that a step needs beside the cache
 _FEWEST_TOKENS, _FEWEST_SEQS = 256, 16  # unasked, the limits of a step are not lowered below these
 
@@ -76,6 +79,10 @@ def size_cache(
     num_host = 0
     if config.cpu_offload_gib and not loaded.state_bytes:
         num_host = _host_pool(config.cpu_offload_gib, shape, num_blocks, loaded.device)
+    if config.cache_disk and loaded.state_bytes:
+        log.warning("cache_disk does nothing here: the model keeps recurrent states beside blocks")
+    elif config.cache_disk:
+        num_host = max(num_host, _blocks_for_disk(shape, length))
     return CacheConfig(
         config.block_size,
         loaded.groups,
@@ -206,6 +213,14 @@ def _host_pool(
         words = "holds no block: raise it, or set 0"
         raise EngineConfigError([f"cpu_offload_gib ({gib:g}) {words}"])
     return found
+
+
+def _blocks_for_disk(shape: MemoryShape, length: int) -> int:
+    """Return the blocks of the smallest host pool above a disk: they hold a few sequences of this
+    length, which are read at once, where that is a small part of the free memory.
+    """
+    most = int(_DISK_SHARE * available_memory()) // shape.block_bytes
+    return max(_FEWEST_FOR_DISK, min(_READ_AT_ONCE * shape.blocks_for(length), most))
 
 
 def _too_small(longest: int, length: int, budget: int, config: EngineConfig) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tokenmill_worker.engines.own.attention import AttentionBackend
 from tokenmill_worker.engines.own.attention.common_prefix import least_saved_tokens
+from tokenmill_worker.engines.own.execution.disk_cache import open_disk_cache
 from tokenmill_worker.engines.own.execution.draft_model import DraftModel
 from tokenmill_worker.engines.own.execution.inputs import InputBuilder
 from tokenmill_worker.engines.own.execution.interface import RunnerHooks, RunnerInfo
@@ -27,7 +28,7 @@ class RunnerParts:
     """The parts of a model runner. One that is None is missing."""
 
     info: RunnerInfo
-    hooks: RunnerHooks  # to drafts and states
+    hooks: RunnerHooks  # to drafts, states and the disk
     loaded: LoadedModel
     backend: AttentionBackend
     layers: dict[int, LayerBinding]  # each attending layer's blocks, by its index
@@ -60,6 +61,10 @@ def build_parts(
     """
     device, config = loaded.device, info.config
     pinned = None if host_pool is None else device.pin([host_pool.blocks])
+    offloader = Offloader(pool, host_pool, device.copy_stream(), pinned=pinned)
+    disk = None
+    if host_pool is not None and config.cache_disk:
+        disk = open_disk_cache(loaded, draft_model, config, host_pool, offloader.synchronize)
     sampler = Sampler(
         info.vocab_size,
         device.torch_device,
@@ -79,11 +84,12 @@ def build_parts(
             propose=drafts,
             draft=None if drafter is None else drafter.draft,
             has_state=None if states is None else states.pool.has_checkpoint,
+            disk=disk,
         ),
         loaded=loaded,
         backend=backend,
         layers=bind_layers(loaded.groups, loaded.shapes, pool.layer, loaded.kv_scales),
-        offloader=Offloader(pool, host_pool, device.copy_stream(), pinned=pinned),
+        offloader=offloader,
         inputs=_input_builder(loaded, info, backend, pool),
         sampler=sampler,
         grammars=grammars,

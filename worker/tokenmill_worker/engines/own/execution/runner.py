@@ -177,6 +177,6 @@ class ModelRunner:
         return self._device.is_alive()
 
     def close(self) -> None:
-        for part in (self._offloader, self._adapters, self._grammars):
+        for part in (self.hooks.disk, self._offloader, self._adapters, self._grammars):
             if part is not None:
                 part.close()

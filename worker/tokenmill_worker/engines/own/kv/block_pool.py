@@ -17,12 +17,15 @@ class BlockPool:
     """Reference-counted blocks, with the keys of those whose content is known.
 
     A key is the hash of a full block's content; the caller makes it different for each layer group.
-    A *reserved* block has a hash, but the step that fills it has not succeeded yet.
+    A *reserved* block has a hash, but the step that fills it has not succeeded yet. `on_fill` and
+    `on_evict` are called with a key and its block: when a step has filled it, and before it is
+    allocated for other content.
     """
 
     __slots__ = (
         "_next",
         "_on_evict",
+        "_on_fill",
         "_prev",
         "cached",
         "evicted",
@@ -36,12 +39,16 @@ class BlockPool:
     )
 
     def __init__(
-        self, num_blocks: int, on_evict: Callable[[bytes, int], None] | None = None
+        self,
+        num_blocks: int,
+        on_evict: Callable[[bytes, int], None] | None = None,
+        on_fill: Callable[[bytes, int], None] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self._next: list[int] = [*range(1, num_blocks), 0]
         self._prev: list[int] = [num_blocks - 1, *range(num_blocks - 1)]
         self._on_evict = on_evict
+        self._on_fill = on_fill
         self.refs = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks
         # hash → block with this content; a reserved block is not yet filled
@@ -131,6 +138,10 @@ class BlockPool:
         elif self.hashes[block] is None and content not in self.cached:
             self.cached[content] = block
             self.hashes[block] = content
+        else:
+            return
+        if self._on_fill is not None:
+            self._on_fill(content, block)
 
     def forget(self, block: int) -> None:
         """Remove the hash of a block, for example because the step that fills it failed."""

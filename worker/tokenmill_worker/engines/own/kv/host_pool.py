@@ -2,15 +2,17 @@
 
 A preempted sequence holds its host blocks until it is back on the device. Evicted prefix blocks are
 kept by hash; when a block is needed and none is free, the least recently used of them goes. A
-*pinned* host block is still used by a step in flight and is not evicted. Only ids are kept here:
-the copies of the step plan move the bytes.
+*pinned* host block is still used by a step in flight, or written to the disk, and is not evicted.
+Only ids are kept here: the copies of the step plan move the bytes.
 """
 
 from collections import OrderedDict
 
 
 class HostPool:
-    """Block ids; each is free, held by a sequence, or kept by hash (and then possibly pinned)."""
+    """Block ids; each is free, held by a sequence or by a read from the disk, kept by hash (and
+    then possibly pinned), or leaving: its hash was forgotten while it was pinned.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -19,6 +21,7 @@ class HostPool:
         self._kept: OrderedDict[bytes, int] = OrderedDict()
         self._hash_of: dict[int, bytes] = {}
         self._pins: dict[int, int] = {}
+        self._leaving: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -54,8 +57,22 @@ class HostPool:
             self._hash_of[block] = content
         return block
 
+    def adopt(self, content: bytes, block: int) -> None:
+        """Keep a held block by hash: it was filled with this content."""
+        self._held.remove(block)
+        if content in self._kept:
+            self._free.append(block)
+            return
+        self._kept[content] = block
+        self._hash_of[block] = content
+
     def find(self, content: bytes) -> int | None:
         return self._kept.get(content)
+
+    def touch(self, content: bytes) -> None:
+        """Let what is kept under this hash, if it is, be evicted last."""
+        if content in self._kept:
+            self._kept.move_to_end(content)
 
     def __contains__(self, content: bytes) -> bool:
         return content in self._kept
@@ -70,18 +87,21 @@ class HostPool:
     def unpin(self, block: int) -> None:
         if self._pins[block] == 1:
             del self._pins[block]
+            if block in self._leaving:
+                self._leaving.remove(block)
+                self._free.append(block)
         else:
             self._pins[block] -= 1
 
     def forget(self, content: bytes) -> None:
-        """Drop what is kept under this hash and free its block.
-
-        Called when the step that writes the block has failed, so that its content is not valid.
-        """
+        """Drop what is kept under this hash and free its block, once it is not pinned."""
         block = self._kept.pop(content, None)
         if block is not None:
             del self._hash_of[block]
-            self._free.append(block)
+            if block in self._pins:
+                self._leaving.add(block)
+            else:
+                self._free.append(block)
 
     def forget_all(self) -> None:
         for content in list(self._kept):

@@ -18,6 +18,7 @@ from itertools import chain
 
 from tokenmill_worker.engines.own.config.cache import CacheConfig, most_blocks
 from tokenmill_worker.engines.own.kv.block_pool import BlockPool
+from tokenmill_worker.engines.own.kv.disk_tier import DiskTier
 from tokenmill_worker.engines.own.kv.host_tier import HostTier
 from tokenmill_worker.engines.own.kv.prefix_cache import (
     BlockHasher,
@@ -43,14 +44,15 @@ class KVManager:
         max_chunk: int,
         safety_margin: float,
         has_state: Callable[[bytes], bool] | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
         self.block_size = cache.block_size  # of hashed blocks; those of a group are its multiples
         self.block_sizes = cache.block_sizes
         self.windows = [group.window for group in cache.groups]
         self.prefix_cache = cache.prefix_cache
-        self.tier = HostTier(cache.num_host_blocks)
-        keeps_evicted = self.prefix_cache and self.tier.exists
-        self.pool = BlockPool(cache.num_blocks, self.tier.keep_evicted if keeps_evicted else None)
+        tier = self.tier = HostTier(cache.num_host_blocks, disk)
+        on_evict = tier.keep_evicted if self.prefix_cache and tier.exists else None
+        self.pool = BlockPool(cache.num_blocks, on_evict, None if disk is None else tier.save)
         self.hasher = BlockHasher(cache.block_size, model_key)
         # in flight or being planned; a reserved block whose owner last ran before it has stalled
         self.oldest_step = 0
@@ -102,13 +104,13 @@ class KVManager:
         self.hasher.extend(sequence)
         limit, sizes = sequence.num_skippable, self.block_sizes
         keys = [self.keys(sequence, group, 0, limit // size) for group, size in enumerate(sizes)]
-        hit = longest_prefix(limit, keys, self._is_present, self.windows, sizes, self.has_state)
+        hit = longest_prefix(limit, keys, self.is_present, self.windows, sizes, self.has_state)
         if not self.pool.reserved:
             return hit
         pending = deepest_visible(hit.num_tokens, keys, self.pool.is_reserved, self.windows, sizes)
         return replace(hit, pending=pending)
 
-    def _is_present(self, key: bytes) -> bool:
+    def is_present(self, key: bytes) -> bool:
         """Return whether a block is on device or host, or filled by a step in flight."""
         block = self.pool.cached.get(key)
         if block is None:
@@ -280,10 +282,8 @@ class KVManager:
             self._free_invisible(sequence, committed)
 
     def unregister(self, sequence: Sequence) -> None:
-        """Drop the hashes of the sequence's reserved blocks.
-
-        Called after a failed step: nobody knows when the blocks will be filled, so no sequence may
-        wait for them.
+        """Drop the hashes of the sequence's reserved blocks after a failed step: nobody knows when
+        they will be filled, so no sequence may wait for them.
         """
         for table, size in zip(sequence.block_tables, self.block_sizes, strict=True):
             for block in table[sequence.num_committed_tokens // size :]:
@@ -347,4 +347,4 @@ class KVManager:
         """Drop every hash, on device and host; running sequences keep their blocks."""
         self.hasher.generation += 1
         self.pool.forget_all()
-        self.tier.pool.forget_all()
+        self.tier.forget_all()

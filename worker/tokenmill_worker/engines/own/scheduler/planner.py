@@ -169,6 +169,7 @@ class Planner:
         else:
             step.only = frozenset(only)
             self._fill_only(step, only)
+        state.kv.tier.plan_saves(state.kv.pool)
         copies = state.kv.tier.take_copies()
         plan = StepPlan(
             step.step_id, tuple(step.items), tuple(copies.swap_out), tuple(copies.swap_in)

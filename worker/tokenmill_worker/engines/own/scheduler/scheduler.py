@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from typing import Final
+from typing import Any, Final
 
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.events import Capacity, EngineStats, TokenEvent
 from tokenmill_worker.contract.requests import RequestError
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.config.cache import CacheConfig
+from tokenmill_worker.engines.own.kv.disk_tier import DiskTier
 from tokenmill_worker.engines.own.kv.manager import KVManager
 from tokenmill_worker.engines.own.plan import ScheduledSequence, StepOutput, StepPlan
 from tokenmill_worker.engines.own.scheduler.admission import num_for_urgent
@@ -58,16 +59,18 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         proposer: Proposer | None = None,
         has_state: Callable[[bytes], bool] | None = None,
+        disk: DiskTier | None = None,
         async_depth: int = 0,
         ageing_s: float = 30.0,
     ) -> None:
         self.config = config
         self.kv = KVManager(
             cache,
-            model_key=f"{config.model}/{config.dtype}",
+            model_key=f"{config.model}/{config.dtype}" if disk is None else disk.model_key,
             max_chunk=config.max_num_batched_tokens,
             safety_margin=config.safety_margin,
             has_state=has_state,
+            disk=disk,
         )
         # A sequence's last token needs no slot: it is never computed.
         self.max_model_len = max_model_len = min(
@@ -215,7 +218,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._state.requests)
+        """Return whether a request has not ended, or blocks are to be copied for the disk."""
+        return bool(self._state.requests) or self.kv.tier.has_saves
 
     @property
     def stats(self) -> SchedulerCounters:
@@ -251,7 +255,9 @@ class Scheduler:
     def snapshot(self) -> EngineStats:
         """Return counters and current gauges; the engine adds the figures that it counts itself."""
         state, kv = self._state, self.kv
+        disk: dict[str, Any] = {} if kv.tier.disk is None else kv.tier.disk.stats()
         return EngineStats(
+            **disk,
             **state.counters.as_dict(),
             num_running=state.num_running,
             num_waiting=len(state.queue),

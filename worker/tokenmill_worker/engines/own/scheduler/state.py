@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.contract.events import TokenEvent
@@ -47,7 +48,7 @@ class SchedulerCounters:
     accepted_tokens: int = 0
     finished: int = 0
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, Any]:
         # asdict copies deeply: too slow for every step
         return {name: getattr(self, name) for name in _COUNTER_NAMES}
 

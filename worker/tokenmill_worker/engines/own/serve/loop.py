@@ -29,7 +29,8 @@ from tokenmill_worker.engines.own.execution.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
-PENDING_POLL_S = 0.005  # interval of checks for a grammar or adapter when there is no other work
+# interval of checks for a grammar, an adapter or blocks when there is no other work
+PENDING_POLL_S = 0.002
 
 
 class EngineLoop:
@@ -63,24 +64,26 @@ class EngineLoop:
         except Exception as error:
             words = f"the first step failed: {why(error)}"
             self._emit(EngineFailed(words, at_start=True, may_pass=lacks_memory(error)))
-            self._close()
+            self._close(self._engine.runner.close)
             return
+        close = self._engine.close
         self._emit(self._ready())
         try:
             while self._run_once():
                 pass
         except EngineError as error:
             self._emit(EngineFailed(str(error), any_step=isinstance(error, StepsFailError)))
+            close = self._engine.runner.close  # no further step
         finally:
-            self._close()
+            self._close(close)
 
-    def _close(self) -> None:
-        """Close the runner and log errors.
+    def _close(self, close: Callable[[], None]) -> None:
+        """Close the engine, or its runner alone, and log errors.
 
         On a lost device closing fails too; that error is not the cause and is not reported.
         """
         try:
-            self._engine.runner.close()
+            close()
         except Exception as error:
             log.warning("The engine's memory could not be freed: %s", error)
 
