@@ -20,8 +20,9 @@ COMMANDS = {
     "service": "the service (Valkey, log, pub/sub, SQL) beside the bare engine",
     "bulk": "what a bulk file costs the interactive jobs beside it",
     "gateway": "what OpenAI's API costs beside the client alone",
+    "restart": "first tokens behind what an earlier engine left on disk",
     "quality": "what rounding weights, keys and values costs: perplexity",
-    "simulate": "how many workers one queue server carries, and a day of scaling",
+    "simulate": "how many workers one queue server carries, counted",
     "gpu": "share of the floor that the engine reaches on a CUDA device",
 }
 
