@@ -60,3 +60,5 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_model_len: int = 0  # tokens of a prompt and its answer together
     adapters: tuple[str, ...] = ()  # names of the LoRA adapters that jobs may ask for
     aliases: dict[str, str] = {}  # further names that jobs may use: of the model or of an adapter
+    pace: float = 0.0  # estimated tokens of the jobs that it ended, per second of the last minute
+    urgent: int = 0  # its running jobs that are no bulk jobs

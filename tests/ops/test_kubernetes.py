@@ -255,8 +255,9 @@ async def test_probes_use_paths_that_the_server_answers(
         if probe is not None:
             assert probe["httpGet"]["port"] == "metrics"
             assert server.answer("GET", probe["httpGet"]["path"])[0] == 200
-    # the only one that a restart repairs
-    assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
+    # the only one that a restart repairs: a worker that loads its model is not ended for it
+    for kind in {"startupProbe", "livenessProbe"} & set(container):
+        assert container[kind]["httpGet"]["path"] == "/livez"
 
 
 def test_every_selector_matches_a_pod() -> None:
@@ -277,19 +278,16 @@ def test_every_selector_matches_a_pod() -> None:
     assert "replicas" not in DOCUMENTS[WORKER]["spec"]  # they are KEDA's
 
 
-def test_the_scaler_s_threshold_fits_the_places_of_a_worker(
+def test_the_scaler_reads_the_number_of_workers_that_its_queue_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = settings_of(PODS[WORKER], monkeypatch)
     spec = DOCUMENTS["ScaledObject/tokenmill-worker"]["spec"]
-    jobs = spec["triggers"][0]["metadata"]
-    places = settings.engine_config().max_num_seqs
-    assert places == 256  # a GPU's
-    assert places / 2 <= int(jobs["threshold"]) <= places
-    assert all(
-        f'queue="{settings.queue_name}"' in trigger["metadata"]["query"]
-        for trigger in spec["triggers"]
-    )
+    (trigger,) = spec["triggers"]
+    metric = f'tokenmill:queue_workers_wanted{{queue="{settings.queue_name}"}}'
+    assert trigger["metadata"]["query"] == f"max({metric})"
+    assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "1")
+    assert spec["cooldownPeriod"] >= spec["pollingInterval"]
     assert spec["minReplicaCount"] <= spec["fallback"]["replicas"] <= spec["maxReplicaCount"]
 
 

@@ -215,4 +215,8 @@ SAMPLES: Final[dict[str, tuple[msgspec.Struct, object]]] = {
         WorkerStatus,
     ),
     "worker-status-names": (STATUS, WorkerStatus),
+    "worker-status-pace": (
+        msgspec.structs.replace(STATUS, pace=250.5, urgent=1),
+        WorkerStatus,
+    ),
 }

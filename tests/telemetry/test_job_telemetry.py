@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from itertools import count
 
+import msgspec
 import pytest
 
 from tests.publish.support import admit, event
-from tests.record.support import finished
+from tests.record.support import failed, finished
+from tokenmill.operations.submit import estimated_tokens
+from tokenmill_schemas.job import Priority
 from tokenmill_worker.contract.events import Capacity, EngineStats
 from tokenmill_worker.contract.messages import Frame
 from tokenmill_worker.telemetry import Metrics
@@ -52,6 +56,22 @@ async def test_tokens_are_counted_at_the_time_of_their_step(
     assert observer.tokens.total == 3
     ask(observer)
     assert observer.tokens.total == 3, "each once"
+
+
+async def test_a_heartbeat_tells_urgent_jobs_and_the_pace_of_good_ends() -> None:
+    observer = JobTelemetry(Metrics(), None, queue="q", worker_id="w1")
+    jobs = [await admit(name) for name in ("bulk", "standard")]
+    bulk = msgspec.structs.replace(jobs[0].request, priority=Priority.BULK)
+    jobs[0] = dataclasses.replace(jobs[0], request=bulk)
+    observer.claimed([job.delivery for job in jobs])
+    observer.started(jobs)
+    assert observer.urgent() == 1
+    observer.left(["standard"], "handed_over")
+    assert observer.urgent() == 0
+    line = finished()
+    assert line.request is not None
+    observer.recorded([line, failed("bad", "too long")])
+    assert observer.ended_tokens.total == estimated_tokens(line.request) > 0
 
 
 def test_lines_of_batches_are_logged_together(caplog: pytest.LogCaptureFixture) -> None:

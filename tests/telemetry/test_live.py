@@ -217,6 +217,9 @@ async def test_the_exporter_reports_queues_without_workers_and_an_unreachable_se
         text = await asyncio.to_thread(scrape, exporter.port)
         assert value(text, "queue_oldest_seconds", queue="q", priority="bulk") > 0
         assert value(text, "queue_workers", queue="q") == 0
+        assert value(text, "queue_workers_starting", queue="q") == 0
+        assert value(text, "queue_workers_wanted", queue="q") == 1
+        assert value(text, "queue_workers_wanted", queue="other") == 0
         assert value(text, "queue_jobs", queue="other") == 0
         assert value(text, "queue_up") == 2
         assert text.count("# TYPE tokenmill:queue_jobs ") == 1

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tokenmill.cli.commands import bulk, dead, jobs, score, submit, top, usage, webhooks
+from tokenmill.cli.commands import bulk, dead, jobs, scale, score, submit, top, usage, webhooks
 from tokenmill.cli.output import replace_unencodable, say
 from tokenmill.cli.plugins import CommandGroup
 from tokenmill_schemas.release import version
@@ -40,7 +40,7 @@ def _options(
     pass
 
 
-for _module in (submit, score, jobs, bulk, usage, dead, webhooks, top):
+for _module in (submit, score, jobs, bulk, usage, dead, webhooks, top, scale):
     _module.register(app)
 
 

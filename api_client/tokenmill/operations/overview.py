@@ -1,8 +1,8 @@
 """The state of a queue: backlog and age of each class, load of each tenant, and the live workers.
 
-For `tokenmill top`, the exporter and autoscaling. It takes seven round trips at most, whatever the
-backlog. It writes nothing, and the `reader` of ops/deploy/redis/users.acl may run it. A stream that
-disappears between two commands counts as empty.
+For `tokenmill top`, `tokenmill scale` and the exporter. It takes seven round trips at most,
+whatever the backlog. It writes nothing, and the `reader` of ops/deploy/redis/users.acl may run it.
+A stream that disappears between two commands counts as empty.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tokenmill_schemas.control import WorkerStatus
 from tokenmill_schemas.job import PRIORITY_ORDER, Priority
 
 MAX_TENANT_STREAMS = 200  # streams read per class: those that are served next
+_DEADLINE_RANKS = tuple(4**power - 1 for power in range(11))  # of the deadlines that are read
 _RETURNED_SPAN = 10**13  # range of the scores of one class in `returned`
 
 
@@ -53,7 +54,8 @@ class QueueState(msgspec.Struct, frozen=True, kw_only=True):
 
     `scheduled` jobs wait for their start time or next attempt; once due they count as waiting.
     `unrecorded` jobs ended while they waited, and have to be recorded. Counters cover the queue's
-    whole life.
+    whole life. `now_ms` is the server's time. `deadlines` are pairs of a number of jobs that wait
+    or run, and the Unix milliseconds at which so many deadlines have passed.
     """
 
     queue: str
@@ -67,6 +69,8 @@ class QueueState(msgspec.Struct, frozen=True, kw_only=True):
     entries_dropped: int
     tenants: list[TenantState]
     workers: list[WorkerStatus]
+    now_ms: int = 0
+    deadlines: tuple[tuple[int, int], ...] = ()
 
     @property
     def waiting(self) -> int:
@@ -96,9 +100,11 @@ def overview(context: QueueContext) -> Operation[QueueState]:
         ("ZRANGE", keys.fair_shares(priority), 0, MAX_TENANT_STREAMS - 1)
         for priority in PRIORITY_ORDER
     )
-    meta, scheduled, unrecorded, dead, *rest = yield Commands(
-        (("HGETALL", keys.meta), *counts, *returned, *tenants)
+    dated = (("ZRANGE", keys.deadlines, k, k, "WITHSCORES") for k in (*_DEADLINE_RANKS, -1))
+    meta, scheduled, unrecorded, dead, num_dated, *rest = yield Commands(
+        (("HGETALL", keys.meta), *counts, ("ZCARD", keys.deadlines), *returned, *tenants, *dated)
     )
+    rest, deadlines = rest[: -len(_DEADLINE_RANKS) - 1], rest[-len(_DEADLINE_RANKS) - 1 :]
     streams = yield from _tenant_streams(context, rest[len(returned) :])
     since = _oldest_returned(rest[: len(returned)])
     yield from _oldest_in_streams(context, streams, since)
@@ -106,7 +112,11 @@ def overview(context: QueueContext) -> Operation[QueueState]:
     living = yield from workers(context)
     counts_now = (max(0, int(scheduled) - len(due)), int(unrecorded), int(dead))
     now_ms = yield from server_time()
-    return _state(context, meta, counts_now, streams, since, living, due, now_ms)
+    state = _state(context, meta, counts_now, streams, since, living, due, now_ms)
+    ranks = (*(rank + 1 for rank in _DEADLINE_RANKS), int(num_dated))
+    pairs = zip(ranks, deadlines, strict=True)
+    known = tuple((count, due_ms) for count, reply in pairs if (due_ms := _score(reply)))
+    return msgspec.structs.replace(state, now_ms=now_ms, deadlines=known)
 
 
 def _first_returned(context: QueueContext, priority: Priority) -> tuple[Argument, ...]:
@@ -121,6 +131,13 @@ def _first_returned(context: QueueContext, priority: Priority) -> tuple[Argument
         0,
         1,
     )
+
+
+def _score(reply: Sequence[Any]) -> int:
+    """Return the score in a reply about one member; 0 if there is none."""
+    if not reply:
+        return 0
+    return int(float(reply[0][1] if isinstance(reply[0], list | tuple) else reply[1]))
 
 
 def _tenant_streams(
@@ -152,8 +169,7 @@ def _oldest_returned(replies: Sequence[Any]) -> dict[Priority, int]:
     since = {}
     for priority, reply in zip(PRIORITY_ORDER, replies, strict=True):
         if reply:
-            score = reply[0][1] if isinstance(reply[0], list | tuple) else reply[1]
-            since[priority] = int(float(score)) - priority.rank * _RETURNED_SPAN
+            since[priority] = _score(reply) - priority.rank * _RETURNED_SPAN
     return since
 
 

@@ -1,4 +1,5 @@
-"""`ops/bench simulate`: counts how many workers one queue server carries at most.
+"""`ops/bench simulate`: counts how many workers one queue server carries at most, and tries a day
+of scaling (`scaling_day`).
 
 The costs of our scripts on the server's thread were measured; the workers follow from a cost model
 of their device.
@@ -9,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ops.benchmarks.measure import scaling_day
 from ops.benchmarks.measure.tables import show
 from ops.benchmarks.simulation import queue_load
 
@@ -16,6 +18,10 @@ COLUMNS = {
     "unhurried": ("server's thread\na worker", "{:.1%}"),
     "full": ("… with\nfull calls", "{:.1%}"),
     "workers": ("workers\nat most", "{:.0f}"),
+    "goodput": ("good\njobs", "{:.1%}"),
+    "hours": ("hours,\n× ideal", "{:.2f}"),
+    "most": ("workers\nat most", "{:.0f}"),
+    "turns": ("turns", "{:.0f}"),
 }
 
 
@@ -25,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     results = queue_load.measure()
+    results["A day of one queue, workers by tokenmill:queue_workers_wanted"] = {
+        f"day {seed}": scaling_day.measure(seed) for seed in range(5)
+    }
     for title, cases in results.items():
         show(Console(), title, cases, COLUMNS)
     return {"results": results}

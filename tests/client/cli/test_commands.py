@@ -278,6 +278,13 @@ def test_top_without_a_terminal_prints_one_view(shell: Shell) -> None:
     shell("submit", "Hello")
     assert "NO WORKER IS ALIVE" in shell("top").stdout
     assert json.loads(shell("top", "--json").stdout)["queued"]["standard"] == 1
+    (answer,) = json.loads(shell("scale", "--json").stdout)
+    assert (answer["queue"], answer["workers"], answer["now"]) == ("q", 1, 0)
+    shown = shell("scale", "q", "other").stdout.splitlines()
+    assert [line.split()[:3] for line in shown] == [
+        ["queue", "needed", "there"], ["q", "1", "0"], ["other", "0", "0"]
+    ]  # fmt: skip
+    assert shown[2].endswith("nothing waits and nothing runs")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.queue import Queue, close_queue, end_of, open_queue, token
 from tests.support.waiting import until
+from tokenmill.operations.scaling import workers_wanted
 from tokenmill_schemas import Priority
 from tokenmill_schemas.control import TenantLoad, WorkerStatus
 
@@ -71,6 +72,29 @@ async def test_the_overview_counts_waiting_running_and_ended_jobs_separately(que
     await worker.append([token(first, 0)])
     await worker.finish([end_of(first, 1)])
     assert (await queue.client.overview()).finished == {"succeeded": 1}
+
+
+async def test_the_overview_has_the_deadlines_of_some_ranks(queue: Queue) -> None:
+    now = time.time()
+    for number in range(9):
+        await queue.submit(deadline=600 + number)
+    await queue.submit()
+    state = await queue.client.overview()
+    assert [count for count, _ in state.deadlines] == [1, 4, 9]
+    expected = [now + 600, now + 603, now + 608]
+    assert [due / 1000 for _, due in state.deadlines] == pytest.approx(expected, abs=5)
+    assert abs(state.now_ms / 1000 - now) < 60
+
+
+async def test_jobs_of_a_later_time_need_no_worker_until_they_are_due(queue: Queue) -> None:
+    await queue.submit(not_before=time.time() + 1, deadline=600)
+    first = workers_wanted(await queue.client.overview())
+    assert first.workers == 0
+
+    async def is_needed() -> bool:
+        return workers_wanted(await queue.client.overview()).workers == 1
+
+    await until(is_needed)
 
 
 async def test_the_age_is_of_the_first_job_that_was_never_claimed(queue: Queue) -> None:

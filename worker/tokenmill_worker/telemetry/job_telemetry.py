@@ -12,7 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 
+from tokenmill.operations.submit import estimated_tokens
 from tokenmill_schemas.control import TenantLoad
+from tokenmill_schemas.job import Priority
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.contract.events import EngineStats, TokenEvent
 from tokenmill_worker.contract.messages import Frame
@@ -48,6 +50,7 @@ class JobTelemetry(JobObserver):
         self._frames: list[tuple[int, Frame]] = []
         self._stats = EngineStats()
         self.tokens = RollingRate()
+        self.ended_tokens = RollingRate()  # estimated ones, as they count while a job waits
         self.first_token_s, self.token_s, self.queue_s = (
             RollingPercentiles(),
             RollingPercentiles(),
@@ -144,6 +147,9 @@ class JobTelemetry(JobObserver):
         """Record jobs whose rows are committed. Of the lines of batches, which come by the million,
         only failed ones are logged by name, and the others are counted for `log_lines`.
         """
+        good = (item for item in finished if item.result.status is JobStatus.SUCCEEDED)
+        tokens = sum(estimated_tokens(item.request) for item in good if item.request is not None)
+        self.ended_tokens.add(self.ended_tokens.total + tokens)
         for item in finished:
             result = item.result
             priority = item.request.priority.value if item.request is not None else ""
@@ -188,6 +194,10 @@ class JobTelemetry(JobObserver):
         self._count()
         for job_id in [job_id for job_id in self._stamps if job_id not in held]:
             self._take_out(job_id)
+
+    def urgent(self) -> int:
+        """Return the number of running jobs that are no bulk jobs."""
+        return sum(stamps.kind[0] != Priority.BULK for stamps in self._running.values())
 
     def tenants(self) -> dict[str, TenantLoad]:
         """Return the load of the busiest tenants that have jobs here or had tokens a moment ago."""

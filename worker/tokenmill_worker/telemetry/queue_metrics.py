@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tokenmill import AsyncClient, ConfigurationError, TokenmillError
 from tokenmill.operations.overview import QueueState
+from tokenmill.operations.scaling import WorkersWanted, workers_wanted
 from tokenmill_worker.queue.server_check import ServerWatch
 from tokenmill_worker.telemetry.instruments import MetricSample
 
@@ -39,6 +40,7 @@ class QueueMetrics:
         self.queue = client.queue
         self.server = server
         self.state: QueueState | None = None
+        self.wanted: WorkersWanted | None = None  # the last answer
         self._client = client
         self._interval_s = interval_s
         self._failing = False
@@ -54,6 +56,7 @@ class QueueMetrics:
     async def read(self) -> None:
         try:
             self.state = await self._client.overview()
+            self.wanted = workers_wanted(self.state, self.wanted)
             self._failing = False
         except TokenmillError as error:
             is_first = self.state is None and not self._failing
@@ -94,6 +97,11 @@ def queue_samples(queues: Sequence[QueueMetrics]) -> Iterator[MetricSample]:
     for name, words, of in _COUNTERS:
         values: Values = {(queue,): float(of(state)) for queue, state in known.items()}
         yield MetricSample(name, words, values, ("queue",), is_counter=True)
+    wanted: Values = {
+        (one.queue,): one.wanted.workers for one in queues if one.state and one.wanted
+    }
+    words = "Workers that the queue needs to end its jobs within their deadlines"
+    yield MetricSample("queue_workers_wanted", words, wanted, ("queue",))
     ended: Values = {
         (q, status): float(n) for q, state in known.items() for status, n in state.finished.items()
     }
@@ -150,6 +158,11 @@ _NUMBERS: tuple[_Number, ...] = (
     ),
     ("queue_dead_jobs", "Dead letters", lambda state: state.dead),
     ("queue_workers", "Workers with a valid lease", lambda state: len(state.workers)),
+    (
+        "queue_workers_starting",
+        "Those of them that load their model",
+        lambda state: sum(not worker.model for worker in state.workers),
+    ),
 )
 _COUNTERS: tuple[_Number, ...] = (
     ("queue_submitted", "Jobs accepted", lambda state: state.submitted),

@@ -175,6 +175,8 @@ class StatusReporter:
             max_model_len=0 if served is None else served.max_model_len,
             adapters=() if served is None else tuple(sorted(served.adapters)),
             aliases={} if served is None else served.further_names,
+            pace=round(observer.ended_tokens.per_s, 1),
+            urgent=observer.urgent(),
         )
 
     def _tell_of_skew(self, skew_s: float) -> None:
