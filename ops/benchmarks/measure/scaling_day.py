@@ -11,6 +11,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from tokenmill.operations.overview import ClassState, QueueState
 from tokenmill.operations.scaling import workers_wanted
@@ -58,7 +59,7 @@ class Day:
         """Return the queue as a reader sees it."""
         ready, now_ms = self.num_ready(now), round(now * 1000)
         used, urgently = ((n / (ready * FULL) if ready else 0.0) for n in (urgent + lines, urgent))
-        working = {
+        working: dict[str, Any] = {
             "model": "m", "running": round(PLACES * used), "max_running": PLACES,
             "pace": PACE * used, "urgent": round(PLACES * urgently),
         }  # fmt: skip

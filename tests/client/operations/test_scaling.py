@@ -15,7 +15,12 @@ HOUR_MS = 3_600_000
 
 def full(number: int, **changes: Any) -> list[WorkerStatus]:
     """Return workers that end 10,000 estimated tokens a second with every place taken."""
-    values = {"model": "m", "running": 256, "max_running": 256, "pace": 10_000.0} | changes
+    values: dict[str, Any] = {
+        "model": "m",
+        "running": 256,
+        "max_running": 256,
+        "pace": 10_000.0,
+    } | changes
     return [WorkerStatus(worker_id=f"w{place}", **values) for place in range(number)]
 
 
