@@ -22,7 +22,7 @@ COMMANDS = {
     "gateway": "what OpenAI's API costs beside the client alone",
     "restart": "first tokens behind what an earlier engine left on disk",
     "quality": "what rounding weights, keys and values costs: perplexity",
-    "simulate": "how many workers one queue server carries, counted",
+    "simulate": "how many workers one queue server carries, and a day of scaling",
     "gpu": "share of the floor that the engine reaches on a CUDA device",
 }
 

@@ -74,7 +74,10 @@ def test_the_command_writes_what_it_prints(
     out = tmp_path / "out.json"
     assert main(["simulate", "--json", str(out)]) == 0
     results = json.loads(out.read_text())["results"]
-    assert [list(cases) for cases in results.values()] == [list(ANSWERS)] * len(MIXES)
+    *servers, days = results.values()
+    assert [list(cases) for cases in servers] == [list(ANSWERS)] * len(MIXES)
+    assert min(day["goodput"] for day in days.values()) >= 0.97
+    assert [name for name, day in days.items() if day["hours"] > 1.15] == ["people alone"]
     printed = capsys.readouterr().out
     assert "workers" in printed
     assert max(map(len, printed.splitlines())) <= 80

@@ -58,7 +58,7 @@ async def test_tokens_are_counted_at_the_time_of_their_step(
     assert observer.tokens.total == 3, "each once"
 
 
-async def test_a_heartbeat_tells_urgent_jobs_and_the_pace_of_good_ends() -> None:
+async def test_a_heartbeat_has_urgent_jobs_and_the_pace_of_good_ends() -> None:
     observer = JobTelemetry(Metrics(), None, queue="q", worker_id="w1")
     jobs = [await admit(name) for name in ("bulk", "standard")]
     bulk = msgspec.structs.replace(jobs[0].request, priority=Priority.BULK)

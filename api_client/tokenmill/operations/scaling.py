@@ -1,8 +1,8 @@
-"""How many workers a queue needs, so that its jobs end within their deadlines.
+"""Counts the workers that a queue needs, so that its jobs end within their deadlines.
 
-Counts what waits and what runs, in estimated tokens, beside the pace that was measured at its
-workers. Pure: the caller reads the queue, and hands the last answer in again. Jobs of a later time
-count from the moment at which they are due.
+What waits and what runs is counted in estimated tokens, beside the pace that was measured at the
+queue's workers. Nothing is read or kept here: the caller reads the queue, and gives the last answer
+back. Jobs of a later time count from the moment at which they are due.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _needed(
     busy = urgent / (places * USED_PLACES) if places else 0.0
     tokens, seconds, what = max(_demands(state), key=lambda demand: demand[0] / demand[1])
     if not pace:
-        return max(1, math.ceil(busy)), "jobs wait, and no worker's pace was measured yet"
+        number = max(1, len(ready), math.ceil(busy))
+        return number, "jobs wait, and no worker's pace was measured yet"
     rate = tokens / seconds
     number = max(1, math.ceil(round(busy + rate / pace, 3)))
     words = f"{what}: {tokens:,.0f} tokens in {_span(seconds)}, {pace:,.0f} tokens/s a worker"
@@ -117,11 +118,13 @@ def _demands(state: QueueState) -> Iterator[tuple[float, float, str]]:
 
 
 def _pace(ready: list[WorkerStatus]) -> float:
-    """Return the pace of a full worker: the mean of those that are at least half full."""
-    loads = [(worker, _load(worker)) for worker in ready if worker.pace]
-    full = [(worker, load) for worker, load in loads if load >= _HALF_FULL] or loads
-    paces = [worker.pace / max(load, _HALF_FULL) for worker, load in full]
-    return sum(paces) / len(paces) if paces else 0.0
+    """Return the pace of a full worker: the mean of those that are at least half full. Before a job
+    has ended, and for workers of an older version, it is that of their answers' tokens.
+    """
+    paces = [(worker.pace, _load(worker)) for worker in ready if worker.pace]
+    paces = paces or [(worker.tokens_per_s, _load(worker)) for worker in ready]
+    full = [(pace, load) for pace, load in paces if load >= _HALF_FULL] or paces
+    return sum(pace / max(load, _HALF_FULL) for pace, load in full) / max(1, len(full))
 
 
 def _load(worker: WorkerStatus) -> float:

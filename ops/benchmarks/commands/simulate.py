@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     results = queue_load.measure()
     results["A day of one queue, workers by tokenmill:queue_workers_wanted"] = {
-        f"day {seed}": scaling_day.measure(seed) for seed in range(5)
+        **{f"people and files, day {seed}": scaling_day.measure(seed) for seed in range(3)},
+        "people alone": scaling_day.measure(files=False),
+        "files alone": scaling_day.measure(people=False),
     }
     for title, cases in results.items():
         show(Console(), title, cases, COLUMNS)

@@ -93,7 +93,7 @@ def asked_by_people(now: float, draw: random.Random) -> float:
     return max(0.0, draw.gauss(mean, math.sqrt(mean * JOB)))
 
 
-def measure(seed: int = 0) -> dict[str, float]:
+def measure(seed: int = 0, *, people: bool = True, files: bool = True) -> dict[str, float]:
     """Return goodput, worker hours as a multiple of the ideal's, and how often the number turned
     from growing to falling or back.
     """
@@ -101,9 +101,10 @@ def measure(seed: int = 0) -> dict[str, float]:
     asked = hours = ideal = 0.0
     numbers: list[int] = []
     for now in range(0, DAY_S, TICK_S):
-        if tokens := asked_by_people(now, draw):
+        tokens = asked_by_people(now, draw) * people
+        if tokens:
             day.people.append([float(now), tokens])
-        if not now % 3600 and now // 3600 in FILES:
+        if files and not now % 3600 and now // 3600 in FILES:
             count, has_hours = FILES[now // 3600]
             day.files.append([now + has_hours * 3600.0, count * LINE])
             day.files.sort()

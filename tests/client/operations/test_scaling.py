@@ -63,7 +63,7 @@ IDLE = full(2, running=0, pace=0.0)
         (state(workers=IDLE, scheduled=10**6), 0, "nothing waits"),  # jobs of a later time
         (state(interactive=1, workers=[]), 1, "no worker's pace was measured"),
         (state(bulk=10**6, workers=[]), 1, "no worker's pace was measured"),
-        (state(bulk=10**6, workers=IDLE), 1, "no worker's pace was measured"),
+        (state(bulk=10**6, workers=IDLE), 2, "no worker's pace was measured"),
         (state(workers=full(8)), 1, "bulk jobs run"),  # what runs of bulk keeps no fleet
         (state(workers=full(4, urgent=256)), 5, "1,024 urgent jobs run"),
         (state(workers=full(4, urgent=20)), 1, "80 urgent jobs run"),
@@ -84,6 +84,8 @@ IDLE = full(2, running=0, pace=0.0)
         (state(bulk=864_000, workers=[*full(1), *full(1, running=1, pace=9.0)]), 4, "10,000"),
         (state(bulk=864_000, workers=[*full(1), WorkerStatus(worker_id="new")]), 4, "10,000"),
         (state(bulk=864_000, workers=[*full(1), *full(1, draining=True, pace=1.0)]), 4, "10,000"),
+        # of an older version
+        (state(bulk=864_000, workers=full(2, pace=0.0, tokens_per_s=2_000.0)), 20, "2,000"),
         # its cache is full before its places are
         (
             state(bulk=864_000, workers=full(1, running=25, total_blocks=100, free_blocks=0)),
