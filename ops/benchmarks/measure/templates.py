@@ -38,9 +38,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Case]:
 
 def _write(path: Path, arguments: argparse.Namespace) -> None:
     draw = random.Random("templates")
+    known = (0, 256) if arguments.model.startswith("synthetic") else (100, 40_000)  # tokens
 
     def ids(count: int) -> list[int]:
-        return [draw.randrange(100, 40_000) for _ in range(count)]
+        return [draw.randrange(*known) for _ in range(count)]
 
     templates = [ids(TEMPLATE) for _ in range(arguments.templates)]
     places = [number % arguments.templates for number in range(arguments.lines)]
@@ -54,11 +55,7 @@ def _write(path: Path, arguments: argparse.Namespace) -> None:
 
 
 def _ours(arguments: argparse.Namespace, *, is_grouped: bool) -> Case:
-    config = json.loads((resolve(arguments.model) / "config.json").read_text())
-    width = config["num_key_value_heads"] * config.get("head_dim", 64)
-    size = 2 * 4 * config["num_hidden_layers"] * width  # bytes of a token's keys and values
-    settings = {"max_num_seqs": PLACES, "max_memory_gib": POOL * size / 2**30}
-    with DemoStack(arguments.model, "bench", {**settings, "dtype": "float32"}) as stack:
+    with DemoStack(arguments.model, "bench", _settings(arguments.model)) as stack:
         stack.start(lambda _: None)
         source, paths = stack.directory / "in.jsonl", Paths.of(stack.directory / "out.jsonl")
         _write(source, arguments)
@@ -75,6 +72,16 @@ def _ours(arguments: argparse.Namespace, *, is_grouped: bool) -> Case:
         "computed": computed,
         "lines_s": arguments.lines / wall_s,
     }
+
+
+def _settings(model: str) -> dict[str, object]:
+    """Return the settings of a worker whose cache holds four templates."""
+    if model.startswith("synthetic"):
+        return {"max_num_seqs": 2}  # 65 blocks of 16 tokens each
+    config = json.loads((resolve(model) / "config.json").read_text())
+    width = config["num_key_value_heads"] * config.get("head_dim", 64)
+    size = 2 * 4 * config["num_hidden_layers"] * width  # bytes of a token's keys and values
+    return {"max_num_seqs": PLACES, "max_memory_gib": POOL * size / 2**30, "dtype": "float32"}
 
 
 def _no(_: object) -> tuple[bytes, ...]:

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.client.bulk.support import BulkSetup, Interrupted, interrupt_after, names, write
+from tests.client.bulk.support import (
+    BulkSetup,
+    Interrupted,
+    completion,
+    interrupt_after,
+    names,
+    write,
+)
 from tests.client.bulk.test_imports import WINDOW, begin, go_on
 from tests.client.bulk.test_prefix_order import shuffled, templated
 from tests.support.worker import running_worker
@@ -56,6 +63,31 @@ def test_a_resumed_import_repeats_the_order_and_a_cancelled_one_leaves_no_job(
         batch = go_on(any_client, store, path, batch)
     cancel_batch(any_client, store, batch.id)
     assert any_client.depth().num_queued == 0
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+async def test_a_template_is_computed_once_by_a_cache_that_holds_four_of_them(
+    is_grouped: bool,
+    redis_url: str,
+    database: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not is_grouped:
+        monkeypatch.setattr(pending_lines, "fingerprint", lambda _: ())
+    draw, num_templates, lines = random.Random("ids"), 20, 200
+    templates = [[draw.randrange(256) for _ in range(512)] for _ in range(num_templates)]
+    kinds = [number % num_templates for number in range(lines)]
+    draw.shuffle(kinds)
+    rows = [[draw.randrange(256) for _ in range(16)] for _ in kinds]
+    prompts = [templates[kind] + row for kind, row in zip(kinds, rows, strict=True)]
+    path = write(tmp_path / "in.jsonl", [completion(f"{n}", ids) for n, ids in enumerate(prompts)])
+    setup = BulkSetup(tmp_path, redis_url, database)
+    async with running_worker(redis_url, database, max_num_seqs=2):  # 2 × 65 blocks of 16 tokens
+        totals = (await setup.run(path)).totals
+    assert totals.completed == lines
+    computed = (totals.input_tokens - totals.cached_tokens) / (512 * num_templates + 16 * lines)
+    assert computed <= 1.1 if is_grouped else computed > 4
 
 
 async def test_killed_runs_with_wrong_fingerprints_answer_each_line_once(
