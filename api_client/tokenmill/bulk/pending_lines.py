@@ -14,7 +14,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from operator import itemgetter
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +30,7 @@ from tokenmill.bulk.formats.input_file import (
     repeated,
     to_request,
 )
-from tokenmill.bulk.prefix_order import PrefixOrder, fingerprint
+from tokenmill.bulk.prefix_order import fingerprint, in_prefix_order
 from tokenmill_schemas.job import JobRequest
 
 PART_LINES: Final = 10_000  # several times the jobs that are in the queue at once
@@ -78,23 +79,25 @@ class PendingLines:
 
     def _groups_of(self, part: _FilePart) -> Iterator[Group]:
         yield [], [], part.after  # so far no line needs a job
-        rest, left = part.lines, deque(key[-1] for key, _ in part.lines)
-        done: set[int] = set()
+        rest, left, done = part.lines, deque(part.pending), set[int]()
         while rest:
-            lines = sorted(rest[: self._part_lines], key=itemgetter(0))
+            lines = [
+                read for read in in_prefix_order(rest[: self._part_lines]) if read.job is not None
+            ]
             rest, began = rest[self._part_lines :], self._clock()
             for start in range(0, len(lines), self._group):
                 if start and self._clock() - began > PART_S:
-                    rest = sorted(lines[start:] + rest, key=lambda line: line[0][-1])
+                    rest = sorted(lines[start:] + rest, key=attrgetter("line"))
                     self._part_lines = start
                     break
                 group = lines[start : start + self._group]
-                done.update(key[-1] for key, _ in group)
+                done.update(read.line for read in group)
                 while left and left[0] in done:
                     done.remove(left.popleft())
+                jobs = [read.job for read in group]
                 yield (
-                    [job for _, job in group if isinstance(job, JobRequest)],
-                    [job for _, job in group if isinstance(job, BadLine)],
+                    [job for job in jobs if isinstance(job, JobRequest)],
+                    [job for job in jobs if isinstance(job, BadLine)],
                     left[0] - 1 if left else part.last,
                 )
         self._part_lines = min(PART_LINES, 2 * self._part_lines)
@@ -120,14 +123,25 @@ class PendingLines:
         return to_request(line, self._order)
 
 
+@dataclass(frozen=True, slots=True)
+class _ReadLine:
+    """A line with its fingerprint. One that is not pending has no job."""
+
+    line: int
+    digests: tuple[bytes, ...]
+    job: JobRequest | BadLine | None
+
+
 class _FilePart:
-    """Lines of a file after the line `after`: the pending ones, each with its key for sorting."""
+    """Lines of a file after the line `after`, in its order. `pending` are the numbers of those that
+    have a job.
+    """
 
     def __init__(self, after: int) -> None:
         self.after = self.last = after
-        self.lines: list[tuple[tuple[int, ...], JobRequest | BadLine]] = []
+        self.lines: list[_ReadLine] = []
+        self.pending: list[int] = []
         self._num_bytes = 0
-        self._order = PrefixOrder()
         self._passed: list[Line] = []  # not pending; they count if a pending line follows
 
     def is_full(self, line: int) -> bool:
@@ -142,10 +156,12 @@ class _FilePart:
             self._passed.append(line)
             return
         for passed in self._passed:
-            self._key(passed, job_of(passed))
+            self.lines.append(_ReadLine(passed.line, _digests(job_of(passed)), None))
         self._passed = []
         job = job_of(line)
-        self.lines.append((self._key(line, job), job))
+        self.lines.append(_ReadLine(line.line, _digests(job), job))
+        self.pending.append(line.line)
 
-    def _key(self, line: Line, job: JobRequest | BadLine) -> tuple[int, ...]:
-        return self._order.key(line.line, fingerprint(job) if isinstance(job, JobRequest) else ())
+
+def _digests(job: JobRequest | BadLine) -> tuple[bytes, ...]:
+    return fingerprint(job) if isinstance(job, JobRequest) else ()

@@ -9,7 +9,8 @@ another order, and every answer is the same.
 from __future__ import annotations
 
 import hashlib
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 
@@ -51,16 +52,25 @@ def leading_text(job: JobRequest) -> bytes:
     return b"".join(map(_encode, (*parts, job.messages[rest:])))
 
 
-class PrefixOrder:
-    """The order of the lines of one part of a file, which are told in the order of the file.
+class _Fingerprinted(Protocol):
+    @property
+    def line(self) -> int: ...
 
-    Lines with the same digest stand together, where the first of them stands; among them those with
-    the same digest of a greater length. All others keep the order of the file.
+    @property
+    def digests(self) -> tuple[bytes, ...]: ...
+
+
+Read = TypeVar("Read", bound=_Fingerprinted)
+
+
+def in_prefix_order(lines: Sequence[Read]) -> list[Read]:
+    """Return lines, given in the order of their file, so that those with the same digest stand
+    together, where the first of them stands; among them those with the same digest of a greater
+    length. All others keep their order.
     """
+    first: dict[bytes, int] = {}  # by digest, the number of the first line that has it
 
-    def __init__(self) -> None:
-        self._first: dict[bytes, int] = {}  # by digest, the number of the first line that has it
+    def key(read: Read) -> tuple[int, ...]:
+        return (*(first.setdefault(digest, read.line) for digest in read.digests), read.line)
 
-    def key(self, line: int, digests: tuple[bytes, ...]) -> tuple[int, ...]:
-        """Return the line's key for sorting; it ends with the line's number."""
-        return (*(self._first.setdefault(digest, line) for digest in digests), line)
+    return sorted(lines, key=key)

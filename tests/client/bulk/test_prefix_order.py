@@ -1,7 +1,9 @@
 """The order of a file's lines: templates together, no line far behind, and wrong fingerprints."""
 
 import json
+import math
 import random
+from bisect import bisect, insort
 from collections.abc import Callable
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -22,7 +24,7 @@ from tokenmill.bulk.formats.input_file import (
     to_request,
 )
 from tokenmill.bulk.pending_lines import PART_S, PendingLines
-from tokenmill.bulk.prefix_order import LENGTHS, PrefixOrder, fingerprint
+from tokenmill.bulk.prefix_order import LENGTHS, fingerprint
 from tokenmill_schemas.job import JobRequest
 
 GROUP = 10
@@ -227,8 +229,19 @@ def test_a_line_waits_at_most_twice_the_stated_time_behind_later_lines(
         assert num_runs < 40 * (2 + count / (rate * PART_S))
 
 
-def test_the_key_of_a_line_ends_with_its_number() -> None:
-    keys = PrefixOrder()
-    assert keys.key(3, (b"a", b"b")) == (3, 3, 3)
-    assert keys.key(5, (b"a", b"c")) == (3, 5, 5)
-    assert keys.key(9, (b"a",)) == (3, 9)
+def test_few_lines_overtake_a_line_on_a_day_on_which_people_take_most_places(
+    tmp_path: Path,
+) -> None:
+    """The rate falls from 1 line a second at night to a twentieth of it in the afternoon."""
+    path, clock = tmp_path / "in.jsonl", FakeClock()
+    shuffled(path, templates=40, lines=20_000)
+    ordered: list[int] = []
+    most = 0
+    for jobs, _, _ in pending(path, clock).groups(path, 0):
+        for job in jobs:
+            clock.now += 1 / (1 - 0.95 * max(0.0, math.sin(clock.now / 86_400 * 2 * math.pi)))
+            line = line_of("b", job.job_id)
+            most = max(most, len(ordered) - bisect(ordered, line))
+            insort(ordered, line)
+    assert (len(ordered), clock.now > 30_000) == (20_000, True)
+    assert most <= 2 * (PART_S + GROUP)  # lines, at the highest rate
