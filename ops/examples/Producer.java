@@ -67,7 +67,7 @@ public class Producer {
         request.put("job_id", job);
         request.put("created_ms", now);
         List<Object> reply = script("submit", "0", "0", // the queue's own limits
-            job, "standard", "", fingerprint, "", Pack.encode(request), now, "0", "0", prompt.length() / 4 + maxTokens);
+            job, "standard", "", fingerprint, "", Pack.encode(request), now, "0", "0", prompt.length() / 4 + maxTokens, "");
         List<String> words = reply.stream().map(Producer::string).toList();
         if (!words.get(0).equals("ok")) throw new IllegalStateException("refused: " + String.join(" ", words));
         return words.get(1);

@@ -31,7 +31,8 @@ export class Producer {
     const job = { job_id: newJobId(), ...request, created_ms: Date.now() };
     const reply = await this.#run(this.submitScript, queueLimit, idempotencyTtlMs,
       job.job_id, job.priority ?? "standard", job.tenant ?? "", fingerprint(job), job.idempotency_key ?? "",
-      Buffer.from(encode(job)), job.created_ms, job.deadline_ms ?? 0, job.not_before_ms ?? 0, estimatedTokens(job));
+      Buffer.from(encode(job)), job.created_ms, job.deadline_ms ?? 0, job.not_before_ms ?? 0, estimatedTokens(job),
+      job.session ?? "");
     const [word, ...rest] = reply.map(String);
     if (word === "ok") return rest[0];
     if (word === "large") throw new Error(`the request has ${rest[0]} bytes; this queue takes at most ${rest[1]}`);

@@ -90,6 +90,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     continuations: tuple[str | tuple[int, ...], ...] = ()
     envelope: bytes = b""  # how an HTTP API shows the request
     previous_id: str = ""  # the job whose answer this one goes on from
+    session: str = ""  # jobs of one session prefer the worker that had the last of them
 
 
 SCHEMA_VERSION: Final = 1  # the newest version that this code reads

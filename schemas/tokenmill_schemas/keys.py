@@ -21,6 +21,10 @@
 | `tm:{q}:delayed` | sorted set job id → due ms | submit, retry | until due |
 | `tm:{q}:deadlines` | sorted set job id → deadline ms | submit | until due or finished |
 | `tm:{q}:requeued` | sorted set job id → class, age | release, sweep | until claimed, first |
+| `tm:{q}:sessions` | hash session → worker id that had its last job | claim | TTL since use |
+| `tm:{q}:old_sessions` | the 100,000 sessions before those | claim | the same |
+| `tm:{q}:held:<class>` | sorted set job id → ms since it waits for a worker | claim | as it waits |
+| `tm:{q}:held_for:<worker>` | sorted set: those of one worker | claim | TTL |
 | `tm:{q}:unrecorded_ends` | sorted set job id → ended ms | cancel, sweep | until recorded |
 | `tm:{q}:dead` | stream | dead-letter | until redriven or trimmed |
 | `tm:{q}:tenants` | hash job id → its named tenant | claim | until finish, release; TTL |
@@ -108,6 +112,20 @@ class Keys:
     @property
     def requeued(self) -> str:
         return f"{self.base}requeued"
+
+    @property
+    def sessions(self) -> str:
+        return f"{self.base}sessions"
+
+    @property
+    def old_sessions(self) -> str:
+        return f"{self.base}old_sessions"
+
+    def held(self, priority: Priority) -> str:
+        return f"{self.base}held:{priority.value}"
+
+    def held_for(self, worker_id: str) -> str:
+        return f"{self.base}held_for:{worker_id}"
 
     @property
     def unrecorded_ends(self) -> str:

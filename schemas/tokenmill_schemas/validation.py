@@ -25,7 +25,8 @@ from tokenmill_schemas.size_limits import (
 )
 from tokenmill_schemas.webhook import redacted_url
 
-# the width of the SQL columns: job id, model, tenant, idempotency key, batch id, previous id
+# the width of the SQL columns: job id, model, tenant, idempotency key, batch id, previous id; and
+# of a session's name
 MAX_NAME_CHARS: Final = 255
 MAX_METADATA_CHARS: Final = 4_096
 MAX_URL_CHARS: Final = 2_048
@@ -38,7 +39,11 @@ _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 
 _TEXTS: Final = (
     "job_id", "model", "prompt", "tenant", "idempotency_key", "webhook", "traceparent", "batch_id",
-    "previous_id",
+    "previous_id", "session",
+)  # fmt: skip
+
+_NAMES: Final = (
+    "job_id", "model", "tenant", "idempotency_key", "batch_id", "previous_id", "session",
 )  # fmt: skip
 
 
@@ -140,10 +145,7 @@ def _version_problems(request: JobRequest) -> Iterator[str]:
 def _name_problems(request: JobRequest) -> Iterator[str]:
     if not request.job_id:
         yield "job_id must not be empty"
-    names = {
-        field: getattr(request, field)
-        for field in ("job_id", "model", "tenant", "idempotency_key", "batch_id", "previous_id")
-    }
+    names = {field: getattr(request, field) for field in _NAMES}
     for field, name in (names | {"lora": request.params.lora}).items():
         text = name or ""
         if len(text) > MAX_NAME_CHARS:

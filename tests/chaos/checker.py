@@ -285,7 +285,7 @@ def left_in_redis(client: Any, queue: str, states: dict[str, str]) -> list[Viola
         sets = (
             "workers", "ownership_versions", "tenants", "requeued", "unrecorded_ends", "delayed",
         )  # fmt: skip
-        if name.startswith(("log:", "owned:", "worker:")) or name in sets:
+        if name.startswith(("log:", "owned:", "worker:", "held:")) or name in sets:
             found.append(Violation("wrong", f"{key.decode()} is left"))
         elif name.startswith("jobs:") and client.xlen(key):
             found.append(Violation("wrong", f"{key.decode()} still has {client.xlen(key)} entries"))

@@ -28,7 +28,13 @@ pytestmark = [pytest.mark.redis, pytest.mark.chaos, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parents[2]
 JOBS = [
-    {"prompt": f"job {i}", "max_tokens": 25 + 3 * i, "ignore_eos": True, "seed": i}
+    {
+        "prompt": f"job {i}",
+        "max_tokens": 25 + 3 * i,
+        "ignore_eos": True,
+        "seed": i,
+        "session": f"s{i % 2}",
+    }
     for i in range(4)
 ]
 FAIL = {

@@ -71,7 +71,7 @@ def kind_of(number: int) -> dict[str, Any]:
         "prompt": f"question {number} " * (1 + number % 3), "max_tokens": 2 + number % 9,
         "seed": number,
         "temperature": 0.0 if number % 2 else 0.9, "stream": number % 4 == 0,
-        "tenant": f"t{number % 3}",
+        "tenant": f"t{number % 3}", "session": f"s{number}" if number % 2 else "",
         "priority": ("interactive", "standard", "bulk")[number % 3],
     }  # fmt: skip
 

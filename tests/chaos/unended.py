@@ -54,7 +54,8 @@ def _of_engine(worker: WorkerProcess) -> str:
 def _of_queue(redis: Any, queue: str, jobs: list[str]) -> Iterator[str]:
     base = f"tm:{{{queue}}}:"
     yield f"queue {queue}: {len(jobs)} jobs without an end; {_text(redis.hgetall(f'{base}meta'))}"
-    for name in ("requeued", "delayed", "unrecorded_ends", "ready", "ready:urgent"):
+    held = (f"held:{each}" for each in ("interactive", "standard", "bulk"))
+    for name in ("requeued", "delayed", "unrecorded_ends", "ready", "ready:urgent", *held):
         yield f"  {name}: {_text(redis.zrange(f'{base}{name}', 0, 20, withscores=True))}"
     for worker in sorted(redis.smembers(f"{base}workers")):
         name = worker.decode()

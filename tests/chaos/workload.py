@@ -149,6 +149,8 @@ class Workload:
             return Ask(FAIL, Wanted(NOTHING, 0, frozenset({"failed"})))
         kind = self.chance.randrange(len(self.kinds))
         arguments = {**self.kinds[kind], "tenant": TENANTS[number % len(TENANTS)]}
+        if number % 2:
+            arguments["session"] = f"{{s}}{self.chance.randrange(20)}"
         if has_webhook := number % 9 == 4:
             arguments["webhook"] = WEBHOOK
         return self._twisted(number, arguments, self.answers[kind], has_webhook)

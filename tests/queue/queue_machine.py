@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.queue.job_model import Job
 from tests.support.queue import Queue, close_queue, open_queue
 from tokenmill.errors import IdempotencyConflict
+from tokenmill_schemas.job import PRIORITY_ORDER
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.jobs import Delivery
 from tokenmill_worker.queue.job_stream import JobStream
@@ -61,10 +62,11 @@ class ProducerMachine(RuleBasedStateMachine):
         priority=st.sampled_from(CLASSES),
         tenant=st.sampled_from(["", "a", "b"]),
         count=st.integers(1, 3),
+        session=st.sampled_from(["", "s", "t"]),
     )
-    def submit(self, priority: str, tenant: str, count: int) -> None:
+    def submit(self, priority: str, tenant: str, count: int, session: str) -> None:
         names = [f"job{len(self.jobs) + i:03}" for i in range(count)]  # the same in every replay
-        fields = {"prompt": "x", "priority": priority, "tenant": tenant}
+        fields = {"prompt": "x", "priority": priority, "tenant": tenant, "session": session}
         self.run(self.queue.client.submit_many([{**fields, "job_id": name} for name in names]))
         self.jobs.update((name, Job(tenant=tenant)) for name in names)
 
@@ -103,6 +105,15 @@ class ProducerMachine(RuleBasedStateMachine):
         name = waiting[pick % len(waiting)]
         self.run(self.queue.redis.zadd(self.queue.keys.delayed, {name: 1}))
         self.jobs[name].due = True
+
+    @rule()
+    def time_passes(self) -> None:
+        """Make the jobs that are held for workers free for others."""
+        for priority in PRIORITY_ORDER:
+            name = self.queue.keys.held(priority)
+            held = self.run(self.queue.redis.zrange(name, 0, -1))
+            if held:
+                self.run(self.queue.redis.zadd(name, dict.fromkeys(held, 1)))
 
     def promote(self) -> None:
         """Make due jobs available, as every sweep does."""
@@ -155,6 +166,22 @@ class ProducerMachine(RuleBasedStateMachine):
         assert replies == [
             value for job in self.jobs.values() for value in (job.state.value.encode(), job.length)
         ]
+
+    @invariant()
+    def a_waiting_job_can_be_found(self) -> None:
+        """A job that a claim passed over is in the list of its class, and no other job is."""
+        keys, held = self.queue.keys, set[bytes]()
+        for priority in PRIORITY_ORDER:
+            held |= set(self.run(self.queue.redis.zrange(keys.held(priority), 0, -1)))
+        pipeline = self.queue.redis.pipeline(transaction=False)
+        for name in self.jobs:
+            pipeline.hmget(keys.job(name), "held", "state")
+        marked = {
+            name.encode()
+            for name, (holder, state) in zip(self.jobs, self.run(pipeline.execute()), strict=True)
+            if holder and state == b"queued"
+        }
+        assert held == marked
 
     @invariant()
     def a_key_stands_while_its_job_lives(self) -> None:

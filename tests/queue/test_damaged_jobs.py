@@ -117,7 +117,7 @@ async def test_an_id_that_is_not_unicode_is_refused_and_other_jobs_are_served(
 ):
     allowed_keys.append("*")
     keys, request = queue.keys, encode(JobRequest(job_id="x", prompt="hello"))
-    fields = (name, "standard", "", "print", "", request, 1, 0, 0, 10)
+    fields = (name, "standard", "", "print", "", request, 1, 0, 0, 10, "")
     reply = await call_async(queue.redis, SUBMIT, keys.meta, keys.base, "PUBLISH", 0, 0, *fields)
     assert reply == [b"name", b"0"]
     hash_key = keys.base.encode() + b"job:" + name  # by hand
@@ -135,7 +135,7 @@ async def test_an_id_that_is_not_unicode_is_refused_and_other_jobs_are_served(
 @pytest.mark.parametrize("letter", [chr(code) for code in (*range(1, 32), 127)])
 async def test_a_new_id_with_a_control_character_is_refused(queue, letter):
     keys, request = queue.keys, encode(JobRequest(job_id="x", prompt="hello"))
-    fields = (f"a{letter}b", "standard", "", "print", "", request, 1, 0, 0, 10)
+    fields = (f"a{letter}b", "standard", "", "print", "", request, 1, 0, 0, 10, "")
     reply = await call_async(queue.redis, SUBMIT, keys.meta, keys.base, "PUBLISH", 0, 0, *fields)
     assert reply == [b"name", b"0"]
     assert await queue.redis.keys("*") == []

@@ -65,12 +65,12 @@ class Case:
 
 
 def job(name: str, **other: Any) -> tuple[tuple[str, Any], ...]:
-    """Ten arguments of submit."""
+    """The arguments of submit for one job."""
     fields: dict[str, Any] = {
         "id": name, "class": "standard", "tenant": "t", "fingerprint": f"print-{name}",
         "idempotency key": "",
         "request": encode(JobRequest(job_id=name, prompt="x")), "created": 1_000,
-        "deadline": FAR_AWAY_MS, "due": 0, "cost": 10,
+        "deadline": FAR_AWAY_MS, "due": 0, "cost": 10, "session": "s",
     }  # fmt: skip
     return tuple((fields | other).items())
 

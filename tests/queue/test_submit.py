@@ -229,7 +229,7 @@ async def test_an_argument_refused_by_the_script_is_an_invalid_request(
     fields = dict.fromkeys(
         ("id", "class", "tenant", "fingerprint", "key", "request", "created", "deadline"), "1"
     )
-    values = fields | {"class": "bulk", "due": "0", "cost": "1"} | {argument: value}
+    values = fields | {"class": "bulk", "due": "0", "cost": "1", "session": ""} | {argument: value}
 
     def submitting() -> Operation[Any]:
         return (yield RunScript(SUBMIT, (0, 0, *values.values())))

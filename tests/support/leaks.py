@@ -19,7 +19,7 @@ _LASTING = (
     re.compile(r"fair_shares:(interactive|standard|bulk)"),
     re.compile(r"workers"),
     re.compile(r"owned:.+|ownership_versions"),
-    re.compile(r"delayed|deadlines|requeued|unrecorded_ends"),
+    re.compile(r"delayed|deadlines|requeued|unrecorded_ends|held:(interactive|standard|bulk)"),
     re.compile(r"dead"),
     re.compile(r"meta|limits"),
 )

@@ -3,7 +3,8 @@
 -- A running job's worker gets tokenmill_schemas.control.Cancel on its control channel, and a flag
 -- in the reply to its next append or heartbeat.
 --
--- Keys       meta, job:, jobs:, ownership_versions, requeued, delayed, deadlines, unrecorded_ends
+-- Keys       meta, job:, jobs:, ownership_versions, requeued, delayed, deadlines, unrecorded_ends,
+--            held:, held_for:
 -- Arguments  from ARGV[3] on: job ids
 -- Reply      per job 'cancelled': it was waiting and has ended now; 'cancelling': it is running, or
 --            ran before and its next worker ends it; 'unknown'; or the state in which it had ended

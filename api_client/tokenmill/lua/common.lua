@@ -139,6 +139,28 @@ local function expect_claim(list, worker, now)
   redis.call('ZREM', base .. list, worker)
 end
 
+-- Returns the worker that had the last job of a session; nil if there is none, or it is forgotten.
+local function holder_of(session)
+  for _, name in ipairs({'sessions', 'old_sessions'}) do
+    local worker = redis.pcall('HGET', base .. name, session)
+    if type(worker) == 'string' then return worker end
+  end
+end
+
+-- Wakes one worker if it is listed as idle. Returns for how many jobs it has room; 0: it was not
+-- woken by this call.
+local function wake_worker(list, worker, now)
+  local room = redis.pcall('ZSCORE', base .. list, worker)
+  room = type(room) == 'string' and tonumber(room) or 0
+  if room <= 0 then return 0 end
+  if redis.call(announce, base .. 'control:' .. worker, WAKE_UP) == 0 then
+    redis.call('ZREM', base .. list, worker)
+    return 0
+  end
+  expect_claim(list, worker, now)
+  return room
+end
+
 -- Wakes idle workers, those with most free places first, until `count` have received the message.
 -- Returns how many are missing.
 local function wake_workers(list, count, now)
@@ -262,12 +284,20 @@ end
 -- unacknowledged, and no other end may be set.
 local function is_requeued(id) return redis.call('ZSCORE', base .. 'requeued', id) end
 
+-- Removes a held job from the lists of held jobs (sessions.lua).
+local function leave_held(id, class, holder)
+  redis.pcall('ZREM', base .. 'held:' .. class, id)
+  redis.pcall('ZREM', base .. 'held_for:' .. holder, id)
+  redis.call('HDEL', job_key(id), 'held')
+end
+
 -- Ends a waiting job. Its state changes at once; a worker receives the job later, only to record
 -- its end.
 local function end_waiting(id, state, code, message, now)
   local key = job_key(id)
-  local job = redis.call('HMGET', key, 'class', 'tenant', 'entry', 'cost')
+  local job = redis.call('HMGET', key, 'class', 'tenant', 'entry', 'cost', 'held')
   local class = class_of(job[1])
+  if job[5] then leave_held(id, class, job[5]) end
   leave_stream(id, class, job[2] or '', job[3])
   redis.call('ZREM', base .. 'requeued', id)
   redis.call('ZREM', base .. 'delayed', id)

@@ -34,7 +34,7 @@ for _, entry in ipairs(entries) do
     if job[1] == 'dead' and job[2] and job[6] then
       redis.call('HDEL', key, 'settled', 'result', 'crashes', 'solo_crashes', 'orphaned',
         'cancel', 'finished_ms', 'worker', 'mark', 'deadline_ms', 'error', 'error_code',
-        'started_ms')
+        'started_ms', 'held')
       redis.call('HSET', key, 'state', 'queued', 'attempt', '1', 'redriven', '1')
       redis.call('PERSIST', key)
       if job[7] then redis.call('PERSIST', idem_key(job[7])) end

@@ -6,12 +6,12 @@
 --                     alone
 --            ARGV[4]  idempotency TTL from the job's end, ms; 0: the queue's setting
 --            then per job: id, class, tenant, fingerprint, idempotency key, request, created ms
---            (recorded is the server's own time), deadline ms, due ms, cost
+--            (recorded is the server's own time), deadline ms, due ms, cost, session
 -- Reply      {'ok', id, 'new' or 'known', ...}, then 'unserved' if no worker has ever served the
 --            queue. {'conflict', id, place}, {'large', size, limit}, {'full', depth, limit, class},
 --            {'rate', tenant, wait ms}, {'name', place}: nothing was stored
 -- Errors     INVALID, with the name of the first invalid argument; nothing was written then
-local FIELDS, FIRST, MAX_DUE = 10, 5, 1000
+local FIELDS, FIRST, MAX_DUE = 11, 5, 1000
 check_groups(FIRST, FIELDS)
 local limit = amount(ARGV[3], 'backlog limit', 0, MOST)
 local idempotency_ttl = amount(ARGV[4], 'idempotency TTL', 0, MOST)
@@ -47,6 +47,7 @@ for first = FIRST, #ARGV, FIELDS do
     deadline = amount(ARGV[first + 7], 'deadline', 0, MOST, place),
     due = amount(ARGV[first + 8], 'due', 0, MOST, place),
     cost = amount(ARGV[first + 9], 'cost', 0, MOST_COST, place),
+    session = text(ARGV[first + 10], 'session', 0, place),
   }
   -- `known_as` splits at the first space
   if ARGV[first + 4] ~= '' and string.find(job.fingerprint, ' ', 1, true) then
@@ -142,7 +143,28 @@ local function is_served()
   return false
 end
 
-local reply, queued, num_entered, num_urgent = {'ok'}, {}, 0, 0
+-- Names a session for the queue: two tenants may use one name for two sessions.
+local function session_of(job)
+  return string.sub(redis.sha1hex(job.tenant .. '\0' .. job.session), 1, 24)
+end
+
+-- Wakes the worker that has a job's session, if it is idle. Returns whether it has room for the
+-- job, so that no other worker is needed.
+local rooms = {ready = {}, ['ready:urgent'] = {}}
+local function wake_holder(holder, list)
+  local room = rooms[list][holder] or wake_worker(list, holder, now)
+  rooms[list][holder] = room - 1
+  return room > 0
+end
+
+local function reaches_holder(job, session)
+  local holder = holder_of(session)
+  if not holder then return false end
+  return wake_holder(holder, 'ready')
+    or job.class == CLASSES[1] and wake_holder(holder, 'ready:urgent')
+end
+
+local reply, queued, num_entered, num_urgent = {'ok'}, {}, 0, 0  -- for others than holders
 for _, job in ipairs(jobs) do
   if not job.known then
     local waits = job.due > now
@@ -155,6 +177,8 @@ for _, job in ipairs(jobs) do
       redis.call('SET', job.idem, job.fingerprint .. ' ' .. job.id)
       redis.call('HSET', job_key(job.id), 'idem', job.idem_name, 'idem_ms', whole(idempotency_ttl))
     end
+    local session = job.session ~= '' and session_of(job)
+    if session then redis.call('HSET', job_key(job.id), 'session', session) end
     if job.deadline > 0 then
       redis.call('ZADD', base .. 'deadlines', whole(job.deadline), job.id)
     end
@@ -166,8 +190,10 @@ for _, job in ipairs(jobs) do
       sum.jobs, sum.cost = sum.jobs + 1, sum.cost + job.cost
       queued[job.class] = sum
       enter_stream(job.id, job.class, job.tenant)
-      num_entered = num_entered + 1
-      if job.class == CLASSES[1] then num_urgent = num_urgent + 1 end
+      if not (session and reaches_holder(job, session)) then
+        num_entered = num_entered + 1
+        if job.class == CLASSES[1] then num_urgent = num_urgent + 1 end
+      end
     end
   end
   reply[#reply + 1] = job.known or job.id

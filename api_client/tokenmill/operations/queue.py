@@ -184,19 +184,24 @@ def _waiting(context: QueueContext, limit: int) -> Operation[list[str]]:
     most, and of the tenants whose turn is next.
     """
     keys = context.keys
-    requeued, unrecorded, delayed, letters, *tenants = yield Commands(
+    requeued, unrecorded, delayed, letters, *rest = yield Commands(
         (
             ("ZRANGE", keys.requeued, 0, limit - 1),
             ("ZRANGE", keys.unrecorded_ends, 0, limit - 1),
             ("ZRANGE", keys.delayed, 0, limit - 1),
             ("XREVRANGE", keys.dead, "+", "-", "COUNT", limit),
+            *(("ZRANGE", keys.held(each), 0, limit - 1) for each in PRIORITY_ORDER),
             *(("ZRANGE", keys.fair_shares(each), 0, limit - 1) for each in PRIORITY_ORDER),
         )
     )
+    num_classes = len(PRIORITY_ORDER)
     queued: list[bytes] = []
-    for priority, names in zip(PRIORITY_ORDER, tenants, strict=True):
+    for priority, held, names in zip(
+        PRIORITY_ORDER, rest[:num_classes], rest[num_classes:], strict=True
+    ):
         if len(queued) >= limit:
             break
+        queued += held
         streams = [
             keys.tenant_stream(priority, tenant)
             for tenant in dict.fromkeys(["", *(name.decode() for name in names)])

@@ -188,7 +188,7 @@ def _plain(value: Any) -> Any:
 
 def fingerprint(request: JobRequest) -> str:
     """Return a hash that is equal for requests with the same content. The job's id, its idempotency
-    key, its times and its trace context do not count.
+    key, its times, its trace context and its session do not count.
     """
     same = msgspec.structs.replace(
         request,
@@ -198,6 +198,7 @@ def fingerprint(request: JobRequest) -> str:
         deadline_ms=None,
         not_before_ms=None,
         traceparent=None,
+        session="",
     )
     return hashlib.blake2b(encode(same), digest_size=16).hexdigest()
 
@@ -254,6 +255,7 @@ def _submit_arguments(request: JobRequest) -> tuple[Argument, ...]:
         request.deadline_ms or 0,
         request.not_before_ms or 0,
         estimated_tokens(request),
+        request.session,
     )
 
 

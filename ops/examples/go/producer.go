@@ -111,7 +111,7 @@ func (p producer) submit(prompt string) (string, error) {
 	request["job_id"], request["created_ms"] = job, now
 	cost := utf8.RuneCountInString(prompt)/4 + maxTokens
 	words := p.script("submit", 0, 0, // the queue's own limits
-		job, "standard", "", fingerprint, "", string(pack(nil, request)), now, 0, 0, cost)
+		job, "standard", "", fingerprint, "", string(pack(nil, request)), now, 0, 0, cost, "")
 	if p.server.err != nil {
 		return "", p.server.err
 	}

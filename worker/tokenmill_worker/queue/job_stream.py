@@ -41,8 +41,8 @@ from tokenmill_worker.queue.server_check import ServerWatch
 log = logging.getLogger(__name__)
 
 MAX_FINISH_BYTES = 4 * 1024 * 1024
-# The pause after a claim that left jobs to workers that were woken too: until then they have
-# claimed theirs, or have no room.
+# The pause after a claim that left jobs to workers that were woken too, or that have their
+# sessions: until then they have claimed theirs, or have no room.
 LOOK_AGAIN_S = 0.05
 GONE = -1  # the reply of release for a job whose record the server lost
 

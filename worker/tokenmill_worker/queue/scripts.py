@@ -27,7 +27,7 @@ def _script(*names: str) -> Script:
     return load_script(COMMON, _OWNERSHIP, *(("tokenmill_worker.queue", name) for name in names))
 
 
-CLAIM = _script("options", "delivery", "fair_queue", "claim")
+CLAIM = _script("options", "delivery", "sessions", "fair_queue", "claim")
 # The hot path carries nothing that it does not use.
 APPEND = load_script(("tokenmill_worker.queue", "append"))
 FINISH = _script("finish")

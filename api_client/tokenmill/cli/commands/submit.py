@@ -78,6 +78,9 @@ def submit(
     ] = None,
     priority: Annotated[Priority, _job("Priority class.")] = Priority.STANDARD,
     tenant: Annotated[str | None, _job("Tenant of the job.")] = None,
+    session: Annotated[
+        str | None, _job("Jobs of one session prefer the worker that had the last of them.")
+    ] = None,
     idempotency_key: Annotated[
         str | None, _job("Submitting twice with the same key gives one job.")
     ] = None,
@@ -115,6 +118,7 @@ def submit(
         "parallel_tool_calls": parallel_tool_calls,
         "priority": priority,
         "tenant": tenant,
+        "session": session,
         "idempotency_key": idempotency_key,
         "deadline": deadline,
         "webhook": webhook,

@@ -5,7 +5,8 @@
 -- tenant streams.
 --
 -- Keys       meta, job:, log:, jobs:, fair_shares:, tenant:, tenants, worker:, workers, owned:,
---            ownership_versions, delayed, deadlines, requeued, unrecorded_ends, ready, ready:urgent
+--            ownership_versions, delayed, deadlines, requeued, unrecorded_ends, ready, ready:urgent,
+--            sessions, old_sessions, held:, held_for:
 -- Arguments  ARGV[3]: options by name (options.lua), read at the top of delivery.lua
 --   worker            who calls
 --   lease_ms          how long a new worker's lease lasts
@@ -20,7 +21,7 @@
 --   bulk_every        while bulk jobs wait, one job in this many is bulk
 --   redeliver         1: the ids that follow are all jobs that this worker knows it owns; else 0
 --            then the ids of jobs
--- Reply      1 if jobs were left to other workers, else 0; the ids of waiting jobs whose hash is
+-- Reply      1 if jobs were left to other workers for a moment, else 0; the ids of waiting jobs whose hash is
 --            gone; then per job: id, token, request, deliveries, crashes, outcome, created ms,
 --            started ms, attempt, 1 if it crashed alone, log, 1 if redriven, number of the log's
 --            last entry
@@ -109,24 +110,26 @@ local function reset_idle_counters()
   for _, class in ipairs(CLASSES) do
     local counts = redis.call('HMGET', meta, 'queued:' .. class, 'queued_tokens:' .. class)
     local is_settled = (counts[1] or '0') == '0' and (counts[2] or '0') == '0'
-    if not is_settled and redis.call('ZCARD', fair_share_key(class)) == 0 then
+    if not is_settled and redis.call('ZCARD', fair_share_key(class)) == 0
+      and redis.call('EXISTS', held_key(class)) == 0 then
       redis.call('HSET', meta, 'queued:' .. class, '0', 'queued_tokens:' .. class, '0')
     end
   end
 end
 
-local leaves_some = false
+local leaves_some, leaves_to_holders = false, false
 local is_whole, trouble = pcall(function()
   sweep(now, sweep_ms, lease_ms, returns)
   if redelivers then redeliver() end
   keep_to_share()
   deliver_from('unrecorded_ends', false, 63)
   deliver_from('requeued', true, 63 + math.max(credits, 0))
-  if credits > 0 or urgent > 0 then deliver_from_streams() end
+  local others_hold = deliver_all()
   -- A worker that has taken its share claims again soon by itself, and until then is not listed as
   -- idle: so jobs that come one by one go to the others too.
   leaves_some = kept > 0 and credits <= 0 or kept_urgent > 0 and urgent <= 0
   local room = leaves_some and 0 or credits + kept
+  leaves_to_holders = others_hold and (credits > 0 or urgent > 0)
   register_idle('ready', room)
   register_idle('ready:urgent', (leaves_some or room > 0) and 0 or urgent + kept_urgent)
   -- More jobs wait than fit a reply.
@@ -135,5 +138,5 @@ end)
 write_counts()
 if is_whole then reset_idle_counters() end
 table.insert(deliveries, 1, gone)
-table.insert(deliveries, 1, leaves_some and 1 or 0)
+table.insert(deliveries, 1, (leaves_some or leaves_to_holders) and 1 or 0)
 return is_whole and deliveries or as_reply(trouble)

@@ -18,7 +18,7 @@ local owned = base .. 'owned:' .. worker
 local now, deliveries, bytes, is_full = clock_ms(), {}, 0, false
 -- Collected here and written once, at the end: jobs delivered per tenant, and the jobs and cost
 -- that left each class's backlog.
-local delivered, left, num_delivered = {}, {}, 0
+local delivered, left, num_delivered, num_started = {}, {}, 0, 0
 
 local function write_counts()
   for tenant, count in pairs(delivered) do tenant_running(tenant, count) end
@@ -41,7 +41,7 @@ local function read_job(id)
   local raw = redis.call('HMGET', job_key(id), 'state', 'settled', 'request', 'token', 'deliveries',
     'crashes', 'solo_crashes', 'attempt', 'created_ms', 'started_ms', 'deadline_ms', 'cancel',
     'class', 'tenant', 'cost', 'orphaned',
-    'entry', 'uncounted', 'redriven', 'worker')
+    'entry', 'uncounted', 'redriven', 'worker', 'session', 'held')
   if not raw[1] or raw[2] or not raw[3] then return nil end
   return {
     state = raw[1], request = raw[3], token = number(raw[4], 0), deliveries = number(raw[5], 0),
@@ -49,7 +49,7 @@ local function read_job(id)
     created = number(raw[9], 0), started = number(raw[10], 0), deadline = number(raw[11], 0),
     cancel = raw[12], class = class_of(raw[13]), tenant = raw[14] or '', cost = number(raw[15], 0),
     orphaned = number(raw[16], 0), entry = raw[17], uncounted = raw[18], redriven = raw[19],
-    worker = raw[20] or '',
+    worker = raw[20] or '', session = raw[21], held = raw[22],
   }
 end
 
@@ -82,6 +82,21 @@ local function has_credit(job)
   return credits > 0 or (urgent > 0 and job.class == CLASSES[1]) or outcome_of(job) ~= 'run'
 end
 
+-- Notes which worker has a job of a session. When MOST_SESSIONS are in `sessions`, they become
+-- `old_sessions`, and those that were there are forgotten.
+local MOST_SESSIONS, SESSION_TTL_S = 100000, 86400
+local function note_session(session)
+  local key, old = base .. 'sessions', base .. 'old_sessions'
+  local is_new = redis.pcall('HSET', key, session, worker)
+  if type(is_new) == 'table' then return end  -- another program wrote the key
+  if is_new == 1 and redis.call('HLEN', key) >= MOST_SESSIONS then
+    redis.call('UNLINK', old)
+    redis.call('RENAME', key, old)
+    key = old
+  end
+  redis.call('EXPIRE', key, SESSION_TTL_S)
+end
+
 -- Adds a job to the reply. Returns false if the reply is full: the job stays where it is. `again`:
 -- the worker owns the job already, but the reply that delivered it was lost.
 local function deliver(id, job, again)
@@ -110,6 +125,8 @@ local function deliver(id, job, again)
       left[job.class] = sum
     end
     if state == 'queued' then state = 'running' end
+    if job.held then leave_held(id, job.class, job.held) end
+    if outcome == 'run' and job.session then note_session(job.session) end
   end
   redis.call('HSET', job_key(id), 'token', whole(token), 'worker', worker, 'started_ms',
     whole(started),
@@ -121,6 +138,7 @@ local function deliver(id, job, again)
   }
   if outcome == 'run' then
     if credits > 0 then credits = credits - 1 else urgent = urgent - 1 end
+    num_started = num_started + 1
   end
   return true
 end

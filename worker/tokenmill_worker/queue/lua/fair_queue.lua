@@ -2,7 +2,8 @@
 --
 -- Urgent classes come first, with a share of the claims for the others. Within a class the tenant
 -- that was served least comes first. The fair-share index orders a class's tenants by their virtual
--- time: the estimated number of tokens served, divided by the tenant's weight.
+-- time: the estimated number of tokens served, divided by the tenant's weight. A tenant's held jobs
+-- (sessions.lua) come before those in its stream.
 local MAX_STREAMS = 1024
 -- While jobs of the class wait, it gets one job in this many.
 local SHARE = {standard = 4, bulk = bulk_every}
@@ -64,9 +65,20 @@ local function may_run(tenant)
   return running + (delivered[tenant] or 0) < limit
 end
 
+-- Adds a tenant with held jobs to the fair-share index again, at the virtual time that it had when
+-- its stream was empty: it has waited since then.
+local function rejoin(class, tenant)
+  local index = fair_share_key(class)
+  if redis.call('ZSCORE', index, tenant) then return end
+  local own = redis.call('HGET', tenant_key(tenant), 'served:' .. class)
+    or redis.call('HGET', meta, 'served:' .. class)
+  redis.call('ZADD', index, exact(number(own, 0)), tenant)
+end
+
 -- Reads a class's tenants and their virtual times. The stream of the nameless tenant is always
 -- included, because entries made by hand arrive there.
-local function load_class(name)
+local function load_class(name, held, num_held)
+  for tenant in pairs(held) do rejoin(name, tenant) end
   local virtual_time = tonumber(redis.call('HGET', meta, 'served:' .. name) or 0)
   local flat = redis.call('ZRANGE', fair_share_key(name), 0, MAX_STREAMS - 1, 'WITHSCORES')
   local streams, nameless = {}, false
@@ -78,7 +90,8 @@ local function load_class(name)
     table.insert(streams, 1, {tenant = '', served = virtual_time, untracked = true})
   end
   return {
-    name = name, streams = streams, virtual_time = virtual_time, waits = #flat > 0, charged = {},
+    name = name, streams = streams, virtual_time = virtual_time, charged = {}, held = held,
+    holds = num_held > 0, waits = #flat > 0 or num_held > 0,
     skipped = tonumber(redis.call('HGET', meta, 'skipped:' .. name) or 0),
   }
 end
@@ -105,14 +118,29 @@ local function charge(class, stream, cost)
   class.streams[place] = stream
 end
 
--- Returns the class's next job, read from its tenant's stream; nil if none may run.
+-- Returns the next held job of a tenant.
+local function next_held(class, tenant)
+  local jobs = class.held[tenant] or {}
+  while jobs[1] do
+    local id = table.remove(jobs, 1).id
+    local job = read_job(id)
+    if job and job.state == 'queued' and job.held then return id, job end
+  end
+end
+
+-- Returns the class's next job, held or read from its tenant's stream; nil if none may run.
 local function next_of(class)
   while class.streams[1] do
     local stream = class.streams[1]
-    local entry = may_run(stream.tenant) and read_entry(stream_key(class.name, stream.tenant))
+    local is_allowed = may_run(stream.tenant)
+    local held, held_job
+    if is_allowed then held, held_job = next_held(class, stream.tenant) end
+    if held then return held, held_job, stream end
+    local entry = is_allowed and read_entry(stream_key(class.name, stream.tenant))
     if entry then
       local id, job = read_job_of(class.name, stream.tenant, entry)
-      if id then return id, job, stream end
+      if id and not pass_over(id, job) then return id, job, stream end
+      class.holds = class.holds or id ~= nil
     elseif entry == false then
       -- The tenant is at its limit: its stream stays for a later claim.
       table.remove(class.streams, 1)
@@ -120,7 +148,7 @@ local function next_of(class)
       drop_stream(class, stream)
     end
   end
-  class.waits = false
+  class.waits = class.holds
 end
 
 local function order_of(classes)
@@ -141,6 +169,7 @@ local function deliver_next(classes)
     if id then
       -- The reply is full, but the entry is read: the job comes first next time.
       if not deliver(id, job) then
+        if job.held then return false end
         leave_stream(id, job.class, job.tenant, redis.call('HGET', job_key(id), 'entry'))
         requeue_at_head(id, job.class, job.created)
         return false
@@ -155,13 +184,19 @@ local function deliver_next(classes)
   return false
 end
 
-local function deliver_from_streams()
-  local classes = {}
-  for place, name in ipairs(CLASSES) do classes[place] = load_class(name) end
-  while credits > 0 and deliver_next(classes) do end
+-- Delivers up to `most` jobs. Returns whether jobs are held, maybe for other workers.
+local function deliver_from_streams(most, takes_any)
+  local found, counts = find_held(takes_any)
+  local classes, holds = {}, false
+  for place, name in ipairs(CLASSES) do
+    classes[place] = load_class(name, found[name], counts[name])
+  end
+  while most > 0 and credits > 0 and deliver_next(classes) do most = most - 1 end
   local first = {classes[1]}
-  while credits <= 0 and urgent > 0 and deliver_next(first) do end
+  while most > 0 and credits <= 0 and urgent > 0 and deliver_next(first) do most = most - 1 end
+  rotate_held(found, counts)
   for _, class in ipairs(classes) do
+    holds = holds or class.holds
     redis.call('HSET', meta, 'skipped:' .. class.name, class.skipped)
     for stream in pairs(class.charged) do
       redis.call('ZADD', fair_share_key(class.name), exact(stream.served), stream.tenant)
@@ -170,4 +205,14 @@ local function deliver_from_streams()
       redis.call('HSET', meta, 'served:' .. class.name, exact(class.virtual_time))
     end
   end
+  return holds
+end
+
+-- Delivers from the streams while there is room; then one held job of another worker to a worker
+-- that would stand idle. Returns whether jobs are held.
+local function deliver_all()
+  if credits <= 0 and urgent <= 0 then return false end
+  local holds = deliver_from_streams(math.huge, false)
+  if holds and is_idle() then holds = deliver_from_streams(1, true) end
+  return holds
 end

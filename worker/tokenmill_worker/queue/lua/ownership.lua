@@ -3,7 +3,7 @@
 --
 -- Keys of a sweep  meta, job:, jobs:, fair_shares:, tenant:, tenants, workers, owned:,
 --                  ownership_versions, delayed, deadlines, requeued, unrecorded_ends, ready,
---                  ready:urgent
+--                  ready:urgent, held:, held_for:
 local HISTORY_LINES = 20
 
 local function tenant_running(tenant, change)
@@ -104,6 +104,7 @@ local function deregister_worker(worker, now, how)
   for _, id in ipairs(ids) do give_back(id, worker, now, how, #ids == 1, 0, '') end
   invalidate_version(worker)
   redis.call('DEL', base .. 'owned:' .. worker)
+  redis.call('DEL', base .. 'held_for:' .. worker)  -- the jobs are in `held:` too
   redis.call('SREM', base .. 'workers', worker)
   redis.call('ZREM', base .. 'ready', worker)
   redis.call('ZREM', base .. 'ready:urgent', worker)

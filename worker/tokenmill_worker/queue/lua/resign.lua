@@ -1,7 +1,7 @@
 -- resign: give back all jobs of a worker, and end its lease.
 --
 -- Keys       meta, job:, jobs:, tenant:, tenants, worker:, workers, owned:, ownership_versions,
---            requeued, unrecorded_ends, ready, ready:urgent
+--            requeued, unrecorded_ends, ready, ready:urgent, held_for:
 -- Arguments  ARGV[3]  worker
 --            ARGV[4]  how, as in give_back: 'handover' at the end of a drain, or after a freeze
 --                     that outlasted the lease; 'orphan' when a worker of the same name starts
