@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from tokenmill.errors import TokenmillError, readable
+from tokenmill.openai.parameters import SESSION
 from tokenmill.openai.response_object import response_of
 from tokenmill_gateway.keys import ApiKey
 from tokenmill_gateway.queues import job_id_of
@@ -35,8 +36,10 @@ def opened(envelope: bytes, job_id: str) -> Envelope:
         return _envelope_decoder.decode(envelope)
 
 
-async def conversation(records: Records, key: ApiKey, previous: object) -> list[Any]:
-    """Return the items of all turns up to a response. Raises HttpRefusal."""
+async def conversation(records: Records, key: ApiKey, previous: object) -> tuple[list[Any], str]:
+    """Return the items of all turns up to a response, and the session: the newest prompt_cache_key,
+    or else the first turn's id. Raises HttpRefusal.
+    """
     if not isinstance(previous, str):
         words = "previous_response_id must be a text"
         raise HttpRefusal.of(400, "invalid_value", words, "previous_response_id")
@@ -54,15 +57,20 @@ async def conversation(records: Records, key: ApiKey, previous: object) -> list[
         raise HttpRefusal.of(400, "invalid_value", words, "previous_response_id")
     if turns[-1].previous_id:
         raise _gone(turns[-1].previous_id)
-    return await in_thread(lambda: [item for turn in reversed(turns) for item in _turn(turn)])
+    return await in_thread(lambda: _joined(turns))
 
 
-def _turn(turn: Recorded) -> list[Any]:
-    """Return the input and the output of a turn. Raises HttpRefusal if they are gone."""
-    if not turn.envelope or turn.result is None:
-        raise _gone(turn.job_id)
-    said = msgspec.to_builtins(response_of(turn.result).output)
-    return [*opened(turn.envelope, turn.job_id).input, *said]
+def _joined(turns: list[Recorded]) -> tuple[list[Any], str]:
+    """Raises HttpRefusal if the input or the output of a turn is gone."""
+    items: list[Any] = []
+    session = turns[-1].job_id
+    for turn in reversed(turns):
+        if not turn.envelope or turn.result is None:
+            raise _gone(turn.job_id)
+        envelope = opened(turn.envelope, turn.job_id)
+        items += [*envelope.input, *msgspec.to_builtins(response_of(turn.result).output)]
+        session = envelope.repeated.get(SESSION) or session
+    return items, session
 
 
 def _gone(job_id: str) -> HttpRefusal:

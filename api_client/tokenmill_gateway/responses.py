@@ -18,6 +18,7 @@ from tokenmill.errors import TokenmillError
 from tokenmill.openai.errors import ApiError
 from tokenmill.openai.request_body import fields_of
 from tokenmill.openai.response_object import Status, repeated_of, response_of, shown_response
+from tokenmill.operations.submit import new_job_id
 from tokenmill_gateway.answers import result_of
 from tokenmill_gateway.bodies import flag, json_object
 from tokenmill_gateway.conversation import PREFIX, Envelope, conversation, opened, shown_item
@@ -71,7 +72,7 @@ async def create(server: Server, request: Request) -> ASGIApp:
     _check_stream_options(body)
     priority, deadline_s = _class_of(body, key, is_background, is_stream)
     previous = body.pop("previous_response_id", None)
-    for name in ("prompt_cache_key", "safety_identifier", "user"):
+    for name in ("safety_identifier", "user"):
         if not isinstance(body.get(name), str | None):
             raise HttpRefusal.of(400, "invalid_value", f"{name} must be a text", name)
     metadata = _metadata(body)
@@ -84,16 +85,18 @@ async def create(server: Server, request: Request) -> ASGIApp:
     }
     new = body.get("input")
     given = [{"type": "message", "role": "user", "content": new}] if isinstance(new, str) else new
+    job_id = new_job_id()
+    session = job_id if is_stored else ""  # a chat that may go on
     if previous is not None:
         repeated["previous_response_id"] = previous
-        turns = await conversation(server.records, key, previous)
+        turns, session = await conversation(server.records, key, previous)
         fields = fields_of(RESPONSES_URL, {**body, "input": [*turns, *(given or ())]})
     envelope = encode(Envelope(fields["model"], repeated, list(given or ())))
     one = await submit(
         request,
         server.queues,
         key,
-        fields,
+        {"session": session, **fields, "job_id": job_id},
         is_background=is_background,
         priority=priority,
         deadline=deadline_s,

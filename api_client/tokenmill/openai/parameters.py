@@ -29,9 +29,10 @@ VLLM_NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 }
 # what changes no answer
 LABELS: Final = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_options",
+    "prompt_cache_retention",
 })  # fmt: skip
+SESSION: Final = "prompt_cache_key"  # names the job's session
 
 
 def require(body: Mapping[str, Any], name: str) -> None:

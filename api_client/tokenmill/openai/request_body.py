@@ -15,6 +15,7 @@ from tokenmill.openai.form_values import FormError, present, shown
 from tokenmill.openai.parameters import (
     LABELS,
     SAMPLING,
+    SESSION,
     VLLM_NEUTRAL,
     refuse_effect,
     require,
@@ -22,6 +23,7 @@ from tokenmill.openai.parameters import (
 )
 from tokenmill.openai.responses_body import NEUTRAL, PASSED, TAKEN, chat_of
 from tokenmill_schemas.openai import COMPLETIONS_URL, RESPONSES_URL
+from tokenmill_schemas.validation import MAX_NAME_CHARS
 
 _SAME: Final = (*SAMPLING, "n", "response_format")
 # parameter → the values that have no effect
@@ -62,6 +64,7 @@ def fields_of(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
     _check_names(body, is_chat)
     fields: dict[str, Any] = {name: body[name] for name in _SAME if name in body}
     fields["model"] = _model(body)
+    fields |= _session(body)
     fields |= _chat(body) if is_chat else _completion(body)
     return fields
 
@@ -91,7 +94,7 @@ def _check_names(body: Mapping[str, Any], is_chat: bool) -> None:
 
 _KNOWN: Final = (
     frozenset(_SAME) | LABELS | _CHAT_ONLY | _COMPLETION_ONLY
-    | {"model", "max_tokens", "logprobs"}
+    | {SESSION, "model", "max_tokens", "logprobs"}
 )  # fmt: skip
 
 
@@ -100,6 +103,13 @@ def _model(body: Mapping[str, Any]) -> str:
     if not isinstance(model, str) or not model:
         raise FormError("you must provide a model parameter", "model", "missing_required_parameter")
     return model
+
+
+def _session(body: Mapping[str, Any]) -> dict[str, str]:
+    name = body.get(SESSION, "")
+    if not isinstance(name, str) or len(name) > MAX_NAME_CHARS:
+        raise FormError(f"{SESSION} must be a text of at most {MAX_NAME_CHARS} characters", SESSION)
+    return {"session": name} if name else {}
 
 
 def _chat(body: Mapping[str, Any]) -> dict[str, Any]:

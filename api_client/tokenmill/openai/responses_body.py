@@ -13,6 +13,7 @@ from tokenmill.openai.form_values import FormError, present, refuse_unknown, sho
 from tokenmill.openai.parameters import (
     LABELS,
     SAMPLING,
+    SESSION,
     VLLM_NEUTRAL,
     refuse_effect,
     require,
@@ -21,8 +22,8 @@ from tokenmill.openai.parameters import (
 
 # names that mean the same in a chat
 PASSED: Final = frozenset({
-    *SAMPLING, *VLLM_NEUTRAL, *LABELS, "model", "parallel_tool_calls", "chat_template_kwargs",
-    "stream", "stream_options",
+    *SAMPLING, *VLLM_NEUTRAL, *LABELS, SESSION, "model", "parallel_tool_calls",
+    "chat_template_kwargs", "stream", "stream_options",
 })  # fmt: skip
 # parameter → the values that have no effect
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
