@@ -19,6 +19,7 @@ COMMANDS = {
     "engine": "the bare engine: tokens/s and first tokens, beside --peer NAME",
     "service": "the service (Valkey, log, pub/sub, SQL) beside the bare engine",
     "bulk": "what a bulk file costs the interactive jobs beside it",
+    "affinity": "what sessions save when two workers answer chats, and cost",
     "gateway": "what OpenAI's API costs beside the client alone",
     "restart": "first tokens behind what an earlier engine left on disk",
     "quality": "what rounding weights, keys and values costs: perplexity",

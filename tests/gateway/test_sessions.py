@@ -16,12 +16,11 @@ pytestmark = pytest.mark.redis
 BODY: dict[str, Any] = {"model": MODEL, "input": "Hello", "max_output_tokens": 4}
 
 
-async def session_of(gateway: Gateway, shown_id: str) -> bytes | None:
+async def session_of(gateway: Gateway, shown_id: str) -> Any:
     """Return the session in the hash of a job: a digest, or None."""
     async with Redis.from_url(gateway.redis_url) as redis:
         job: str = shown_id.partition("_")[2] or shown_id.partition("-")[2]
-        value: Any = await redis.hget(Keys(QUEUE).job(job), "session")
-        return value
+        return await redis.hget(Keys(QUEUE).job(job), "session")
 
 
 async def test_the_turns_of_a_conversation_have_one_session(gateway: Gateway, client: Any) -> None:

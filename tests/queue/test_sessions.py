@@ -350,7 +350,8 @@ async def test_submit_wakes_others_if_the_session_s_worker_has_no_room(queue: Qu
 
 async def in_turns(queue: Queue, names: tuple[str, ...], count: int) -> list[str]:
     """Let busy workers claim one job each in turns, and return the jobs."""
-    workers, jobs = [queue.worker(name) for name in names], []
+    workers = [queue.worker(name) for name in names]
+    jobs: list[str] = []
     while len(jobs) < count:
         for worker in workers:
             jobs += await claimed(worker, 1)

@@ -1,0 +1,226 @@
+"""`ops/bench affinity`: what sessions save when two workers answer chats, and what they cost.
+
+Chats of several turns go to two workers with the synthetic engine, whose step takes as long as a
+Llama-3-8B's on a GPU: first without sessions, as jobs were claimed before there were any, then with
+them; last to one worker alone. Waste is the time in which a job waits and a worker has none. Then
+the server's time for a claimed job is measured, with no job and with many behind it.
+"""
+
+import argparse
+import asyncio
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ops.benchmarks.measure.tables import show
+from ops.benchmarks.peers.service import MeasuredService
+from tokenmill import AsyncClient
+from tokenmill.transport.connect import connect_async
+from tokenmill_schemas.keys import Keys
+from tokenmill_worker.queue.job_stream import JobStream
+from tokenmill_worker.record import migrate
+
+MODEL = "synthetic?step_ms=8&token_us=28&length=16384"
+COLUMNS = {
+    "hits": ("prefix\nhits", "{:.1%}"), "share": ("of one\nworker's", "{:.1%}"),
+    "first_ms": ("first token\nms p50", "{:.0f}"), "less": ("\nless", "{:.0%}"),
+    "first_p99_ms": ("\np99", "{:.0f}"), "wasted_ms": ("waste\nms", "{:.0f}"),
+    "wall_s": ("\ns", "{:.1f}"),
+}  # fmt: skip
+COSTS = {"claim_us": ("µs a claimed job", "{:.0f}"), "calls": ("claims a job", "{:.2f}")}
+SAMPLE_S = 0.002
+CALLS = ("evalsha", "eval")
+Figures = dict[str, float]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--chats", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--letters", type=int, default=400, help="of each question")
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--pause", type=float, default=2.0, help="mean seconds between turns")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--backlog", type=int, default=1_000_000)
+    parser.add_argument("--claims", type=int, default=4_000)
+
+
+class Workers(MeasuredService):
+    """Two workers of queue `two`, and one of queue `one`."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self.url = f"unix://{self.socket}"
+        database = f"sqlite:///{self.folder}/results.db"
+        migrate.upgrade(database)
+        worker = [str(Path(sys.executable).with_name("tokenmill")), "worker"]
+        self.start(
+            {name: [*worker, "--queue", name[:3]] for name in ("two-a", "two-b", "one")},
+            {
+                "TOKENMILL_REDIS_URL": self.url, "TOKENMILL_DATABASE_URL": database,
+                "TOKENMILL_MODEL": model, "TOKENMILL_MAX_NUM_SEQS": "256",
+                "TOKENMILL_LOG_LEVEL": "warning", "PATH": str(Path(sys.executable).parent),
+            },
+        )  # fmt: skip
+
+    def end_workers(self) -> None:
+        for part in self._commands:
+            self._end(part, signal.SIGTERM)
+
+    async def is_ready(self) -> bool:
+        found = 0
+        for queue in ("two", "one"):
+            async with AsyncClient(self.url, queue=queue) as client:
+                found += sum(bool(each.model) for each in await client.workers())
+        return found == 3
+
+    async def case(
+        self, queue: str, options: argparse.Namespace, has_sessions: bool
+    ) -> dict[str, float]:
+        """Run all chats, and return the figures of their turns."""
+        tenant, chance = self._tenant(), random.Random(7)
+        first_s: list[float] = []
+        usages: list[Any] = []
+
+        async def chat(client: AsyncClient, number: int, pauses: list[float]) -> None:
+            text = f"{number} "
+            for turn, pause in enumerate(pauses):
+                await asyncio.sleep(pause)
+                text += f"{turn} {number} " * (options.letters // 6)
+                since, first = time.monotonic(), 0.0
+                session = f"chat {number}" if has_sessions else ""
+                job = await client.submit(
+                    prompt=text, max_tokens=options.tokens, ignore_eos=True, tenant=tenant,
+                    priority="interactive", session=session,
+                )  # fmt: skip
+                async for chunk in client.stream(job):
+                    if chunk.token_ids and not first:
+                        first = time.monotonic() - since
+                    text += chunk.text
+                if turn:  # nobody has the first one's prefix
+                    first_s.append(first)
+                    usages.append((await client.result(job)).usage)
+
+        async with AsyncClient(self.url, queue=queue) as client:
+            watch = asyncio.create_task(self._watch(queue))
+            began = time.monotonic()
+            draws = [
+                [chance.expovariate(1 / options.pause) for _ in range(options.turns)]
+                for _ in range(options.chats)
+            ]
+            await asyncio.gather(*(chat(client, n, pauses) for n, pauses in enumerate(draws)))
+            wall_s = time.monotonic() - began
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        cuts = statistics.quantiles(first_s, n=100)
+        return {
+            "hits": sum(u.cached_tokens for u in usages) / sum(u.prompt_tokens for u in usages),
+            "first_ms": cuts[49] * 1e3, "first_p99_ms": cuts[98] * 1e3,
+            "wasted_ms": self._wasted_s * 1e3, "wall_s": wall_s,
+        }  # fmt: skip
+
+    async def _watch(self, queue: str) -> None:
+        """Add up the time in which a job waits while a worker has none."""
+        self._wasted_s, keys = 0.0, Keys(queue)
+        async with connect_async(self.url) as redis:
+            members: Any = await redis.smembers(keys.workers)
+            names = [name.decode() for name in members]
+            last = time.monotonic()
+            while True:
+                async with redis.pipeline(transaction=True) as pipeline:
+                    pipeline.hget(keys.meta, "queued:interactive")
+                    for name in names:
+                        pipeline.exists(keys.owned(name))
+                    waiting, *owners = await pipeline.execute()
+                now = time.monotonic()
+                if int(waiting or 0) > 0 and not all(owners):
+                    self._wasted_s += now - last
+                last = now
+                await asyncio.sleep(SAMPLE_S)
+
+    async def claims(self, options: argparse.Namespace, backlog: int, sessions: int) -> Figures:
+        """Return the server's time per job that two busy workers claim in turns, one at a time."""
+        queue, calls, seconds, claimed = f"claims-{backlog}-{sessions}", 0, 0.0, 0
+        async with AsyncClient(self.url, queue=queue) as client, connect_async(self.url) as redis:
+            keys = Keys(queue)
+            await redis.hset(keys.meta, "served", 1)
+            workers = [JobStream(redis, keys, name) for name in ("a", "b")]
+
+            async def fill(count: int) -> None:
+                for first in range(0, count, 8_192):
+                    await client.submit_many(
+                        {"prompt": "x", "session": f"s{n % sessions}" if sessions else ""}
+                        for n in range(first, min(first + 8_192, count))
+                    )
+
+            await fill(max(backlog, 64))
+            for worker in workers:
+                await worker.claim(32)
+            while claimed < options.claims:
+                if not backlog:
+                    await fill(100)
+                before = await self._scripts_s(redis)
+                got = -1
+                while got and claimed < options.claims:
+                    got = 0
+                    for worker in workers:
+                        got += len(await worker.claim(1))
+                        calls += 1
+                    claimed += got
+                seconds += await self._scripts_s(redis) - before
+            await redis.flushdb()
+        return {"claim_us": seconds / claimed * 1e6, "calls": calls / claimed}
+
+    async def _scripts_s(self, redis: Any) -> float:
+        found = await redis.info("commandstats")
+        return 1e-6 * sum(int(found.get(f"cmdstat_{name}", {}).get("usec", 0)) for name in CALLS)
+
+
+CASES: Mapping[str, tuple[str, bool]] = {
+    "two, without sessions": ("two", False),
+    "two, with sessions": ("two", True),
+    "one, without sessions": ("one", False),
+}
+
+
+async def measure(service: Workers, options: argparse.Namespace) -> dict[str, Any]:
+    rounds: dict[str, list[Figures]] = {case: [] for case in CASES}
+    for number in range(options.rounds):
+        for case, (queue, has_sessions) in list(CASES.items())[:: 1 if number % 2 == 0 else -1]:
+            rounds[case].append(await service.case(queue, options, has_sessions))
+    table = {
+        case: {name: statistics.median(each[name] for each in found) for name in found[0]}
+        for case, found in rounds.items()
+    }
+    before, _, one = table.values()
+    for figures in table.values():
+        figures["share"] = figures["hits"] / one["hits"]
+        figures["less"] = 1 - figures["first_ms"] / before["first_ms"]
+    title = f"{options.chats} chats of {options.turns} turns"
+    show(Console(width=80), title, table, COLUMNS)
+    options.keep({"results": {title: table}, "rounds": rounds})
+    service.end_workers()
+    costs = {
+        f"{backlog:,} behind it, {f'{sessions:,} sessions' if sessions else 'no session'}": (
+            await service.claims(options, backlog, sessions)
+        )
+        for backlog in (0, options.backlog)
+        for sessions in (0, 1_000)
+    }
+    show(Console(width=80), "claims", costs, COSTS)
+    return {"results": {title: table, "claims": costs}, "rounds": rounds}
+
+
+def run(options: argparse.Namespace) -> dict[str, object]:
+    service = Workers(options.model)
+    try:
+        return service.loop.run(measure(service, options))
+    finally:
+        service.close()
