@@ -14,7 +14,7 @@ from tests.queue.test_wake_ups import WakeUpReceiver, listed
 from tests.support.queue import Queue, end_of
 from tokenmill.errors import InvalidRequest
 from tokenmill_schemas.job import PRIORITY_ORDER, Priority
-from tokenmill_worker.queue.job_stream import JobStream
+from tokenmill_worker.queue.job_stream import LOOK_AGAIN_S, JobStream
 
 pytestmark = pytest.mark.redis
 MOST_HELD = 32
@@ -302,6 +302,23 @@ async def test_a_claim_that_passed_over_jobs_looks_again_and_stays_listed(queue:
     assert await claimed(one, 5) == []
     assert await listed(queue, queue.keys.idle_workers()) == {"w1": 5}
     await asyncio.wait_for(one.wake_up.wait(), 30)
+
+
+async def test_a_claim_does_not_look_again_for_late_jobs_that_may_not_run(queue: Queue) -> None:
+    await queue.client.set_limits("t", concurrency=1)
+    other = queue.worker("w2")
+    await had_by(other, queue, "s", tenant="t")
+    one = await busy(queue, "w1")
+    await queue.submit(tenant="t", session="s")
+    assert await claimed(one, 5) == []
+    await queue.submit(tenant="t")
+    assert len(await claimed(one, 5)) == 1, "the tenant has no more"
+    await pass_time(queue)
+    await asyncio.sleep(2 * LOOK_AGAIN_S)
+    one.wake_up.clear()
+    assert await claimed(one, 5) == []
+    await asyncio.sleep(2 * LOOK_AGAIN_S)
+    assert not one.wake_up.is_set()
 
 
 async def test_a_worker_is_woken_for_a_job_that_is_held_for_it(queue: Queue) -> None:

@@ -117,19 +117,19 @@ local function reset_idle_counters()
   end
 end
 
-local leaves_some, leaves_to_holders = false, false
+local leaves_some, looks_again = false, false
 local is_whole, trouble = pcall(function()
   sweep(now, sweep_ms, lease_ms, returns)
   if redelivers then redeliver() end
   keep_to_share()
   deliver_from('unrecorded_ends', false, 63)
   deliver_from('requeued', true, 63 + math.max(credits, 0))
-  local others_hold = deliver_all()
+  deliver_all()
   -- A worker that has taken its share claims again soon by itself, and until then is not listed as
   -- idle: so jobs that come one by one go to the others too.
   leaves_some = kept > 0 and credits <= 0 or kept_urgent > 0 and urgent <= 0
   local room = leaves_some and 0 or credits + kept
-  leaves_to_holders = others_hold and (credits > 0 or urgent > 0)
+  looks_again = leaves_some or awaits_others and (credits > 0 or urgent > 0)
   register_idle('ready', room)
   register_idle('ready:urgent', (leaves_some or room > 0) and 0 or urgent + kept_urgent)
   -- More jobs wait than fit a reply.
@@ -138,5 +138,5 @@ end)
 write_counts()
 if is_whole then reset_idle_counters() end
 table.insert(deliveries, 1, gone)
-table.insert(deliveries, 1, (leaves_some or leaves_to_holders) and 1 or 0)
+table.insert(deliveries, 1, looks_again and 1 or 0)
 return is_whole and deliveries or as_reply(trouble)

@@ -184,10 +184,10 @@ local function deliver_next(classes)
   return false
 end
 
--- Delivers up to `most` jobs. Returns whether jobs are held, maybe for other workers.
+-- Delivers up to `most` jobs.
 local function deliver_from_streams(most, takes_any)
   local found, counts = find_held(takes_any)
-  local classes, holds = {}, false
+  local classes = {}
   for place, name in ipairs(CLASSES) do
     classes[place] = load_class(name, found[name], counts[name])
   end
@@ -196,7 +196,6 @@ local function deliver_from_streams(most, takes_any)
   while most > 0 and credits <= 0 and urgent > 0 and deliver_next(first) do most = most - 1 end
   rotate_held(found, counts)
   for _, class in ipairs(classes) do
-    holds = holds or class.holds
     redis.call('HSET', meta, 'skipped:' .. class.name, class.skipped)
     for stream in pairs(class.charged) do
       redis.call('ZADD', fair_share_key(class.name), exact(stream.served), stream.tenant)
@@ -205,14 +204,12 @@ local function deliver_from_streams(most, takes_any)
       redis.call('HSET', meta, 'served:' .. class.name, exact(class.virtual_time))
     end
   end
-  return holds
 end
 
 -- Delivers from the streams while there is room; then one held job of another worker to a worker
--- that would stand idle. Returns whether jobs are held.
+-- that would stand idle.
 local function deliver_all()
-  if credits <= 0 and urgent <= 0 then return false end
-  local holds = deliver_from_streams(math.huge, false)
-  if holds and is_idle() then holds = deliver_from_streams(1, true) end
-  return holds
+  if credits <= 0 and urgent <= 0 then return end
+  deliver_from_streams(math.huge, false)
+  if awaits_others and is_idle() then deliver_from_streams(1, true) end
 end

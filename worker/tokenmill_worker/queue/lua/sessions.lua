@@ -11,6 +11,7 @@
 local HELD_MS, MOST_HELD, MOST_PASSED, HELD_TTL_S = 500, 32, 32, 60
 local owned_before = redis.call('EXISTS', owned) == 1
 local num_passed, rooms = 0, {}  -- per other worker: how many more jobs may be held for it
+local awaits_others = false  -- jobs are held that this claim leaves to other workers
 
 local function held_key(class) return base .. 'held:' .. class end
 local function is_idle() return not owned_before and num_started == 0 end
@@ -40,6 +41,7 @@ local function pass_over(id, job)
   redis.call('EXPIRE', base .. 'held_for:' .. holder, HELD_TTL_S)
   rooms[holder] = rooms[holder] - 1
   num_passed = num_passed + 1
+  awaits_others = true
   return true
 end
 
@@ -90,6 +92,8 @@ local function find_held(takes_any)
       local is_late = now - since >= HELD_MS or since > now  -- the server's clock may have jumped
       if takes_any or is_late then
         add_held(found, seen, held_key(class), oldest[place], is_late)
+      elseif not seen[oldest[place]] then
+        awaits_others = true
       end
     end
     for _, jobs in pairs(found[class]) do table.sort(jobs, by_entry) end
