@@ -83,18 +83,19 @@ local function has_credit(job)
 end
 
 -- Notes which worker has a job of a session. When MOST_SESSIONS are in `sessions`, they become
--- `old_sessions`, and those that were there are forgotten.
+-- `old_sessions`, and those that were there are forgotten. No job fails by an error here, for
+-- example because a list of users lacks a command.
 local MOST_SESSIONS, SESSION_TTL_S = 100000, 86400
 local function note_session(session)
   local key, old = base .. 'sessions', base .. 'old_sessions'
   local is_new = redis.pcall('HSET', key, session, worker)
-  if type(is_new) == 'table' then return end  -- another program wrote the key
-  if is_new == 1 and redis.call('HLEN', key) >= MOST_SESSIONS then
-    redis.call('UNLINK', old)
-    redis.call('RENAME', key, old)
+  local count = is_new == 1 and redis.pcall('HLEN', key)
+  if type(count) == 'number' and count >= MOST_SESSIONS then
+    redis.pcall('UNLINK', old)
+    redis.pcall('RENAME', key, old)
     key = old
   end
-  redis.call('EXPIRE', key, SESSION_TTL_S)
+  redis.pcall('EXPIRE', key, SESSION_TTL_S)
 end
 
 -- Adds a job to the reply. Returns false if the reply is full: the job stays where it is. `again`:
