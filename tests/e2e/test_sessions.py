@@ -42,7 +42,7 @@ class Chat:
 async def test_a_chat_s_turns_stay_at_its_worker_and_move_when_that_has_ended(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """Without sessions the second worker, which runs a job too, has about half of the turns."""
+    """The second worker, which runs a job too, has half of the turns without sessions."""
     database = database_url(tmp_path)
     async with contextlib.AsyncExitStack() as first:
         client = await first.enter_async_context(client_of(redis_url, database))

@@ -1,4 +1,4 @@
-"""Which session the job of a request has: by its `prompt_cache_key`, or by its conversation."""
+"""The session of a request's job: by its `prompt_cache_key`, or by its conversation."""
 
 from __future__ import annotations
 

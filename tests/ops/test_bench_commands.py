@@ -163,3 +163,17 @@ def test_bench_bulk_records_both_cases(tmp_path: Path, capsys: pytest.CaptureFix
     assert cases["both"]["tokens_s"] >= 0
     assert cases.get("the file alone", {"tokens_s": 1})["tokens_s"] > 0, "without: the file ended"
     assert "interactive jobs beside" in capsys.readouterr().out
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+def test_bench_affinity_records_hits_and_costs(tmp_path: Path) -> None:
+    out = tmp_path / "affinity.json"
+    sizes = ["--chats", "6", "--turns", "3", "--pause", "0.2", "--rounds", "1"]
+    assert main(["affinity", *sizes, "--backlog", "200", "--claims", "50", "--json", str(out)]) == 0
+    results = json.loads(out.read_text())["results"]
+    for figures in results["6 chats of 3 turns"].values():
+        assert 0 < figures["hits"] < 1
+        assert 0 < figures["first_ms"] <= figures["first_p99_ms"]
+    assert all(figures["claim_us"] > 0 for figures in results["claims"].values())
+    assert len(results["claims"]) == 4

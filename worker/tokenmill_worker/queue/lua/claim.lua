@@ -5,8 +5,8 @@
 -- tenant streams.
 --
 -- Keys       meta, job:, log:, jobs:, fair_shares:, tenant:, tenants, worker:, workers, owned:,
---            ownership_versions, delayed, deadlines, requeued, unrecorded_ends, ready, ready:urgent,
---            sessions, old_sessions, held:, held_for:
+--            ownership_versions, delayed, deadlines, requeued, unrecorded_ends, ready,
+--            ready:urgent, sessions, old_sessions, held:, held_for:
 -- Arguments  ARGV[3]: options by name (options.lua), read at the top of delivery.lua
 --   worker            who calls
 --   lease_ms          how long a new worker's lease lasts
@@ -21,10 +21,10 @@
 --   bulk_every        while bulk jobs wait, one job in this many is bulk
 --   redeliver         1: the ids that follow are all jobs that this worker knows it owns; else 0
 --            then the ids of jobs
--- Reply      1 if jobs were left to other workers for a moment, else 0; the ids of waiting jobs whose hash is
---            gone; then per job: id, token, request, deliveries, crashes, outcome, created ms,
---            started ms, attempt, 1 if it crashed alone, log, 1 if redriven, number of the log's
---            last entry
+-- Reply      1 if jobs were left to other workers for a moment, else 0; the ids of waiting jobs
+--            whose hash is gone; then per job: id, token, request, deliveries, crashes, outcome,
+--            created ms, started ms, attempt, 1 if it crashed alone, log, 1 if redriven, number of
+--            the log's last entry
 -- Errors     INVALID, with the name of the first invalid argument; nothing was written then
 local returns = is_registered(worker)
 redis.call('SET', base .. 'worker:' .. worker, '', 'NX', 'PX', whole(lease_ms))

@@ -2,9 +2,9 @@
 -- beginning.
 --
 -- A claim passes over such a job, and holds it for that worker, which takes it with its next claim.
--- After HELD_MS, any worker takes it; a worker that owns nothing and finds nothing else takes one at
--- once. A job is held at most once. Until it is delivered, it stays queued, its entry stays pending
--- in its stream, and its tenant is not charged. The field `held` has the worker's name.
+-- After HELD_MS, any worker takes it; a worker that owns nothing and finds nothing else takes one
+-- at once. A job is held at most once. Until it is delivered, it stays queued, its entry stays
+-- pending in its stream, and its tenant is not charged. The field `held` has the worker's name.
 --
 --   held:<class>       all held jobs, by the time since when
 --   held_for:<worker>  the same jobs by worker, MOST_HELD at most; only a shortcut, with a TTL
