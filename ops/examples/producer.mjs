@@ -31,8 +31,7 @@ export class Producer {
     const job = { job_id: newJobId(), ...request, created_ms: Date.now() };
     const reply = await this.#run(this.submitScript, queueLimit, idempotencyTtlMs,
       job.job_id, job.priority ?? "standard", job.tenant ?? "", fingerprint(job), job.idempotency_key ?? "",
-      Buffer.from(encode(job)), job.created_ms, job.deadline_ms ?? 0, job.not_before_ms ?? 0, estimatedTokens(job),
-      job.session ?? "");
+      Buffer.from(encode(job)), job.created_ms, job.deadline_ms ?? 0, job.not_before_ms ?? 0, estimatedTokens(job), job.session ?? "");
     const [word, ...rest] = reply.map(String);
     if (word === "ok") return rest[0];
     if (word === "large") throw new Error(`the request has ${rest[0]} bytes; this queue takes at most ${rest[1]}`);
@@ -194,7 +193,7 @@ function newJobId() {
 
 /** Returns a text that is equal for equal requests. It must equal Python's only if both share idempotency keys. */
 function fingerprint(job) {
-  const { job_id, idempotency_key, created_ms, deadline_ms, not_before_ms, traceparent, ...same } = job;
+  const { job_id, idempotency_key, created_ms, deadline_ms, not_before_ms, traceparent, session, ...same } = job;
   return createHash("blake2b512").update(encode(same, { sortKeys: true })).digest("hex").slice(0, 32);
 }
 
