@@ -71,7 +71,11 @@ async def test_a_background_response_is_read_while_it_waits_and_after_its_end(
 ) -> None:
     async with running_gateway(redis_url, database) as gateway, gateway.client() as client:
         asked = await client.responses.create(
-            model=MODEL, input="Hello", max_output_tokens=8, background=True
+            model=MODEL,
+            input="Hello",
+            max_output_tokens=8,
+            background=True,
+            extra_body={"ignore_eos": True},
         )
         waiting = await client.responses.retrieve(asked.id)
         assert (asked.status, waiting.status, waiting.background) == ("queued", "queued", True)
