@@ -89,7 +89,7 @@ REQUEST: Final = JobRequest(
     continue_final_message=True, add_generation_prompt=False,
     tools=(Tool(ToolFunction("sky", "its colour", {"type": "object"}, strict=True)),),
     tool_choice="function:sky", parallel_tool_calls=False, continuations=(" blue", (5, 70)),
-    envelope=b"{\"kind\":\"response\"}", previous_id="job-0",
+    envelope=b"{\"kind\":\"response\"}", previous_id="job-0", session="chat-1",
 )  # fmt: skip
 PROMPT: Final = ScoredPrompt((1, 72, 105), LOGPROBS, (0, 1, 2))
 PLAIN_PROMPT: Final = msgspec.structs.replace(PROMPT, logprobs=PLAIN_LOGPROBS)
