@@ -100,7 +100,7 @@ def submit_hostile(url: str) -> str:
     with redis.Redis.from_url(url) as server:
         server.eval(
             SUBMIT.text, 1, KEYS.meta, KEYS.base, "PUBLISH", 0, 0, job_id, "standard", HOSTILE,
-            "f", "", encode(request), 1, 0, 0, 1,
+            "f", "", encode(request), 1, 0, 0, 1, "",
         )  # fmt: skip
     return job_id
 

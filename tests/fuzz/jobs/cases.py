@@ -22,7 +22,7 @@ from tests.fuzz.mutation import mutate, pack
 _MOMENTS: Final = ("deadline", "not_before")
 _PLACES: Final = (
     "id", "class", "tenant", "fingerprint", "idempotency key", "request", "created", "deadline",
-    "due", "cost",
+    "due", "cost", "session",
 )  # fmt: skip
 _WILD: Final = (
     b"", b"\xff", b"-1", b"0", b"1e400", b"nan", b"inf", b"9007199254740993", b"0x10", b" ", b"a b",
@@ -56,7 +56,7 @@ class Case:
         return arguments
 
     def script_arguments(self) -> list[bytes]:
-        """Return the ten arguments of the submit script: mostly as the client sends them, sometimes
+        """Return the arguments of the submit script: mostly as the client sends them, sometimes
         with changed bytes in the request or in one place.
         """
         chance = random.Random(f"{self.seed}/{self.number}/raw")
@@ -74,6 +74,7 @@ class Case:
             "deadline": fields.get("deadline_ms", 0),
             "due": fields.get("not_before_ms", 0),
             "cost": 100,
+            "session": fields.get("session", ""),
         }
         sent = {name: _bytes(value) for name, value in values.items()} | {"request": request}
         if chance.random() < 0.15:

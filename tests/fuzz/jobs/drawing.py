@@ -237,6 +237,7 @@ def _job_id(chance: random.Random) -> str:
 
 _FIELDS: Final[dict[str, Callable[[random.Random], Any]]] = {
     "tenant": lambda chance: chance.choice((*_NAMES, draw_text(chance, 3))),
+    "session": lambda chance: chance.choice((*_NAMES, draw_text(chance, 3))),
     "priority": lambda chance: chance.choice(
         (*PRIORITY_ORDER, *PRIORITY_ORDER, *PRIORITY_ORDER, "urgent")
     ),
