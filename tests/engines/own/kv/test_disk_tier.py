@@ -266,6 +266,7 @@ def test_blocks_of_changed_weights_are_neither_read_nor_written(
     assert read_ahead(setup.kv, [make_sequence("c", PROMPT)]) is None
     setup.compute(PROMPT)
     assert not setup.disk.num_unwritten
+    assert not setup.kv.tier.has_unsaved
     setup.check()
 
 

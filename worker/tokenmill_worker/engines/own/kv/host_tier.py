@@ -76,7 +76,8 @@ class HostTier:
 
     def save(self, key: bytes, _block: int) -> None:
         """Let the disk have a block that a step has filled, soon, or when it is evicted."""
-        self._unsaved[key] = None
+        if self.disk is not None and self.disk.is_current:
+            self._unsaved[key] = None
 
     @property
     def has_saves(self) -> bool:
@@ -85,7 +86,8 @@ class HostTier:
 
     @property
     def has_unsaved(self) -> bool:
-        return bool(self._unsaved) and self.disk is not None and self.disk.is_current
+        """Return whether the disk is to have further blocks of the device."""
+        return bool(self._unsaved)
 
     @property
     def _room_to_write(self) -> int:
@@ -167,6 +169,7 @@ class HostTier:
         """Drop what is kept by hash. The disk has blocks of other weights from now on: leave it."""
         if self.disk is not None:
             self.disk.is_current = False
+        self._unsaved.clear()
         self.pool.forget_all()
 
     def touch(self, keys: Iterable[bytes]) -> None:
