@@ -52,12 +52,12 @@ def thread_host(config: EngineConfig) -> Callable[[], EngineThread]:
 
 
 class PatientStream(JobStream):
-    """A queue that redelivers a job however often its workers vanish."""
+    """A queue that redelivers a job however often its workers vanish, even without a token."""
 
     def __init__(
         self, client: Any, keys: Any, worker_id: str, options: StreamOptions, **others: Any
     ) -> None:
-        options = dataclasses.replace(options, max_deliveries=10_000)
+        options = dataclasses.replace(options, max_deliveries=10_000, max_crashes=10_000)
         super().__init__(client, keys, worker_id, options, **others)
 
 

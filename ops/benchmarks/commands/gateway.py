@@ -3,6 +3,9 @@
 A worker with the synthetic engine serves both: the client in a process of its own, and one gateway
 whose readers share this process. Figures are the CPU time of that client and of that gateway, and
 the time of the first token. Then: a request of one token, silent streams, a resume.
+
+With `--peer vllm`, instead: a real model behind the gateway, by our engine and by vLLM, and `vllm
+serve`, in turns; then what a kill of every process leaves of 100 background responses.
 """
 
 import argparse
@@ -19,6 +22,8 @@ import psutil
 from rich.console import Console
 
 from ops.benchmarks.measure.tables import show
+from ops.benchmarks.peers import openai_servers
+from ops.benchmarks.peers.environments import vllm_python
 from ops.benchmarks.peers.service import MeasuredService, cpu_seconds
 from tokenmill_worker.local.valkey_server import free_port
 from tokenmill_worker.record import migrate
@@ -29,6 +34,7 @@ COLUMNS = {
     "ratio": ("× client", "{:.2f}"), "first_ms": ("first token, ms", "{:.1f}"),
     "request_ms": ("ms CPU a request", "{:.2f}"), "cpu": ("CPU of a core", "{:.1%}"),
     "memory_mb": ("MB more", "{:.0f}"), "event_ms": ("first event, ms", "{:.0f}"),
+    "tok_s": ("tok/s", "{:.1f}"), "left": ("background responses left", "{:.0f}"),
 }  # fmt: skip
 PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses"}
 
@@ -37,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--silent", type=int, default=5_000)
+    parser.add_argument("--peer", choices=("vllm",))
 
 
 class Gateway(MeasuredService):
@@ -165,6 +172,15 @@ async def measure(service: Gateway, options: argparse.Namespace) -> dict[str, An
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
+    if options.peer:
+        tables: dict[str, Any] = {}
+        for title, table in openai_servers.compare(
+            vllm_python(print), options.streams, options.tokens
+        ):
+            tables[title] = table
+            show(Console(width=80), title, table, COLUMNS)
+            options.keep({"results": tables})
+        return {"results": tables}
     service = Gateway()
     try:
         return {"results": service.loop.run(measure(service, options))}
