@@ -1,5 +1,5 @@
-"""The service that the clients use: a Valkey, SQLite, a worker with the built-in model under a
-template that has tools, the periodic tasks, and a gateway that wants a key.
+"""The service that the clients use: a Valkey, SQLite, a bucket of files, a worker with the built-in
+model under a template that has tools, the periodic tasks, and a gateway that wants a key.
 """
 
 from __future__ import annotations
@@ -7,18 +7,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+
+from ops.gateway_check.environments import environment
 from tests.gateway.conftest import new_key, running_gateway
 from tests.support.valkey import ControlledValkey
 from tests.support.worker import QUEUE, database_url, running_worker
 from tests.text.chat.families import HERMES
+from tokenmill_worker.local.child_process import GuardedProcess
+from tokenmill_worker.local.valkey_server import free_port
 
 MODEL = "smollm2-135m-instruct"
+BUCKET_SERVER = ("moto[server]==5.2.5",)
 TEMPLATE = "{{ (tools or []) | tojson }}\n" + HERMES
 
 
@@ -38,8 +45,9 @@ async def running_service() -> AsyncIterator[Serving]:
         folder = Path(name)
         template = folder / "template.jinja"
         template.write_text(TEMPLATE, encoding="utf-8")
-        database, files = database_url(folder), str(folder / "files")
+        database = database_url(folder)
         async with (
+            running_bucket() as files,
             running_worker(
                 server.url, database, in_process=True, lease_seconds=30.0, model=MODEL,
                 chat_template=str(template), tool_format="hermes", max_memory_gib=0.7,
@@ -51,6 +59,29 @@ async def running_service() -> AsyncIterator[Serving]:
             ) as gateway,
         ):  # fmt: skip
             yield Serving(gateway.url, new_key(database, "acme"))
+
+
+@contextlib.asynccontextmanager
+async def running_bucket() -> AsyncIterator[str]:
+    """Run a server of S3 inside the block; yield the URL of files in its bucket."""
+    port = free_port()
+    moto = environment("moto", BUCKET_SERVER) / "bin" / "moto_server"
+    process = GuardedProcess([str(moto), "-p", str(port)])
+    endpoint = f"http://127.0.0.1:{port}"
+    os.environ |= {
+        "AWS_ENDPOINT": endpoint, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+    }  # fmt: skip
+    try:
+        async with httpx.AsyncClient() as client:
+            while True:
+                with contextlib.suppress(httpx.TransportError):
+                    (await client.put(f"{endpoint}/bucket")).raise_for_status()
+                    break
+                await asyncio.sleep(0.1)
+        yield "s3://bucket/gateway"
+    finally:
+        process.end(signal.SIGTERM)
 
 
 @contextlib.asynccontextmanager

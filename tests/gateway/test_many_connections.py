@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import resource
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -62,8 +63,8 @@ async def gateway(redis_url: str, database: str, tmp_path: Path) -> AsyncIterato
             await until(lambda: is_ready(port))
             yield psutil.Process(process.process.pid)
         finally:
-            process.end()
-            worker.end()
+            process.end(signal.SIGTERM)
+            worker.end(signal.SIGTERM)
 
 
 def port_of(gateway: psutil.Process) -> int:
