@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,25 @@ async def test_an_expired_file_is_hidden_at_once_and_removed_by_the_sweep(
     assert remove_old(table, store, end_ms) == 1
     assert (objects(tmp_path), table.find(file.id)) == ([], None)
     table.close()
+
+
+async def test_a_bucket_behind_plain_http_takes_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        await reader.readexactly(5)
+        writer.write(b'HTTP/1.1 200 OK\r\nETag: "x"\r\nContent-Length: 0\r\n\r\n')
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    for name, value in (
+        ("ENDPOINT", f"http://127.0.0.1:{port}"), ("REGION", "us-east-1"),
+        ("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret"),
+    ):  # fmt: skip
+        monkeypatch.setenv(f"AWS_{name}", value)
+    async with server, ObjectStore("s3://bucket/files").writing("one") as object_:
+        await object_.write(b"bytes")
+    assert heads[0].startswith(b"PUT /bucket/files/one ")

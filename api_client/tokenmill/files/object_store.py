@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 PART_BYTES: Final = 5 * 1024 * 1024  # the least that S3 takes
 _PARTS: Final = 2  # that are written at once
 _OPTIONS: Final[dict[str, Any]] = {
-    "client_options": {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=30)},
+    "client_options": {
+        "connect_timeout": timedelta(seconds=5),
+        "timeout": timedelta(seconds=30),
+        "allow_http": True,  # where AWS_ENDPOINT names such a server
+    },
     "retry_config": {"max_retries": 3, "retry_timeout": timedelta(seconds=20)},
 }
 
