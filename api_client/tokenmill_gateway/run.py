@@ -34,6 +34,7 @@ from tokenmill_gateway.storage import Storage
 log = logging.getLogger(__name__)
 KEEP_ALIVE_S: Final = 75  # longer than a proxy keeps its connections to the gateway: 60
 RESTART_S: Final = 1.0
+MOST_UNSENT: Final = 128 * 1024  # bytes of a connection that wait in the kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +123,8 @@ async def serve(
     settings: GatewaySettings, listener: socket.socket, ending: asyncio.Event | None = None
 ) -> None:
     """Serve on a socket until a signal, or until `ending` is set."""
+    # of its connections too: else the kernel keeps 4 MB for a reader that takes nothing
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MOST_UNSENT)
     ring = None
     if not settings.is_open:
         ring = KeyRing(KeyStore(settings.database_url, settings.key_secret))

@@ -128,7 +128,10 @@ async def test_streams_that_are_hardly_read_end_within_bounded_memory(
     port, count = port_of(gateway), 1_000 if soak_seconds >= 60 else 50
     assert await is_answered(port)
     data = json.dumps(CHAT).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(data)}\r\n\r\n"
+    )
     before, most = gateway.memory_info().rss, 0
     readers = [connected(port) for _ in range(count)]
     try:
