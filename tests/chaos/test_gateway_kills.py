@@ -328,10 +328,14 @@ async def test_answers_are_the_same_after_every_process_was_killed(
              site.kill_tasks, site.stop_gateway)  # which waits while plain answers end
         )  # fmt: skip
         num_faults = 0
+
+        def goes_on(num_before: int) -> bool:
+            return work.done() or site.num_events > num_before
+
         try:
             while not work.done():
                 num_before = site.num_events
-                await until(lambda n=num_before: work.done() or site.num_events > n, timeout_s=600)
+                await until(partial(goes_on, num_before), timeout_s=600)
                 await asyncio.wait((work,), timeout=random.uniform(*pauses_s))
                 if not work.done():
                     await next(faults)()
