@@ -183,11 +183,6 @@ async def persistent(call: Callable[[], Awaitable[Any]]) -> Any:
 async def read_stream(site: Site, key: str, prompt: str) -> list[Any]:
     """Return the events of a response, whose reader goes on behind the last that it has."""
     events: list[Any] = []
-
-    def take(event: Any) -> None:
-        events.append(event)
-        site.num_events += 1
-
     while not events or events[-1].type not in ("response.incomplete", "response.completed"):
         client = site.client().responses
         try:
@@ -200,7 +195,8 @@ async def read_stream(site: Site, key: str, prompt: str) -> list[Any]:
                 )  # fmt: skip
             async with stream:
                 async for event in stream:
-                    take(event)
+                    events.append(event)
+                    site.num_events += 1
         except (openai.APIError, OSError) as error:
             if getattr(error, "status_code", 503) < 500:
                 raise
