@@ -116,22 +116,47 @@ def test_the_server_dies_with_a_killed_parent(from_thread: bool, tmp_path: Path)
     assert is_gone(int(pid))
 
 
-def test_the_private_directory_of_a_dead_process_is_removed(
+HOLDS = (
+    "import time\n"
+    "from tokenmill_worker.private_directory import private_directory\n"
+    "print(private_directory('valkey'), flush=True)\n"
+    "time.sleep(600)\n"
+)
+
+
+def test_the_private_directory_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    gone = subprocess.run(
-        ["/bin/sh", "-c", "echo $$"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    stale = tmp_path / f"tokenmill-valkey-{os.getuid()}-{gone}-x"
-    living = tmp_path / f"tokenmill-valkey-{os.getuid()}-{os.getpid()}-x"
-    for directory in (stale, living):
-        directory.mkdir()
-    with ValkeyServer() as server:
-        assert server.directory.parent == tmp_path
-        assert not stale.exists()
-        assert living.exists()
+    command = [sys.executable, "-c", HOLDS]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # noqa: TID251 - handed on
+    with (
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as killed,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as living,
+    ):
+        assert killed.stdout is not None
+        assert living.stdout is not None
+        names = [Path(said.readline().strip()) for said in (killed.stdout, living.stdout)]
+        (names[0] / "a socket").touch()
+        killed.kill()
+        killed.wait()
+        try:
+            with ValkeyServer() as server:
+                assert server.directory.parent == tmp_path
+                found = [one.exists() for one in (*names, server.directory)]
+        finally:
+            living.kill()
+    assert found == [False, True, True]
     assert not server.directory.exists()
+
+
+def test_a_private_server_that_starts_again_has_another_private_directory() -> None:
+    server = ValkeyServer()
+    with server:
+        first = server.directory
+    with server:
+        assert server.directory != first
+        assert server.directory.name.startswith("tokenmill_valkey_")
 
 
 class TestLeaks:

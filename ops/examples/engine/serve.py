@@ -1,8 +1,7 @@
 """Serves a model that continues the alphabet, as an engine serves a real one."""
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 from ops.examples.engine.config import ExampleConfig
 from tokenmill_schemas.generation import FinishReason
@@ -17,51 +16,30 @@ from tokenmill_worker.contract.messages import (
     Stop,
     Submit,
 )
-from tokenmill_worker.contract.requests import GenerationRequest, RequestError
+from tokenmill_worker.engines.choices import RunningChoice, RunningChoices
 from tokenmill_worker.engines.limits import ModelLimits
 
 END, VOCAB_SIZE = 256, 257  # a token is a byte
-Choice = tuple[str, int]  # the id of its request, and its index
-Choices = dict[Choice, tuple[GenerationRequest, Iterator[TokenEvent]]]
+Choices = RunningChoices[RunningChoice]
 
 
-def event(choice: Choice, reason: FinishReason | None, **fields: Any) -> TokenEvent:
-    return TokenEvent(request_id=choice[0], choice=choice[1], finish_reason=reason, **fields)
-
-
-def answer(request: GenerationRequest, index: int, limit: int) -> Iterator[TokenEvent]:
-    params, resumed = request.params, dict(enumerate(request.resumed)).get(index, ())
-    last = (*request.prompt.token_ids, *resumed)[-1]
+def draw(choice: RunningChoice) -> TokenEvent:
+    params, last = choice.request.params, (choice.drawn or choice.prompt_ids)[-1]
+    token = last + 1 if 97 <= last < 122 else END if last == 122 else 97  # the model
     ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, END)
-    for count in range(len(resumed) + 1, limit + 1):
-        last = last + 1 if 97 <= last < 122 else END if last == 122 else 97  # the model
-        is_end = last in ends and count >= params.min_tokens
-        reason = FinishReason.STOP if is_end else FinishReason.LENGTH if count == limit else None
-        yield event((request.request_id, index), reason, token_ids=(last,))
-
-
-def begin(choices: Choices, request: GenerationRequest, length: int) -> list[TokenEvent]:
-    try:
-        limit = ModelLimits(VOCAB_SIZE, length, can_structure=False).check(request)
-        if request.params.lora:
-            raise RequestError("this engine has no adapters")
-    except RequestError as error:
-        return [error.event(request.request_id)]
-    for index in set(range(request.params.n)) - set(request.done):
-        choices[request.request_id, index] = request, answer(request, index, limit)
-    return []
+    if token in ends and choice.num_required <= 1:
+        return choice.drew((token,), FinishReason.STOP)
+    return choice.drew((token,), FinishReason.LENGTH if choice.num_left == 1 else None)
 
 
 def step(choices: Choices, places: int) -> list[TokenEvent]:
     time.sleep(0.002)  # as long as a model computes
-    now, events = time.monotonic(), list[TokenEvent]()
-    for place, (choice, (request, tokens)) in enumerate(choices.items()):
-        if request.deadline is not None and request.deadline <= now:
-            events.append(event(choice, FinishReason.EXPIRED))
-        elif place < places:
-            events.append(next(tokens))
-    for ended in filter(lambda found: found.finish_reason, events):
-        del choices[ended.request_id, ended.choice]
+    choices.end(choices.late(time.monotonic()), FinishReason.EXPIRED)
+    events = choices.taken_events()
+    for key, choice in list(choices.items())[:places]:
+        events.append(draw(choice))
+        if events[-1].finish_reason:
+            del choices[key]
     return events
 
 
@@ -74,24 +52,25 @@ def capacity(choices: Choices, places: int, length: int) -> Capacity:
 
 
 def serve(start: Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> int:
-    config, choices = ExampleConfig(**start.settings), Choices()
+    config = ExampleConfig(**start.settings)
     length, places = config.max_model_len or 4096, config.max_num_seqs
+    choices = Choices(ModelLimits(VOCAB_SIZE, length, can_structure=False), RunningChoice)
     emit(Ready(
         model=config.model, model_path=config.model, description="continues the alphabet",
         max_model_len=length, max_num_seqs=places, vocab_size=VOCAB_SIZE, eos_token_ids=(END,),
         capacity=capacity(choices, places, length),
     ))  # fmt: skip
     while True:
-        events: list[TokenEvent] = []
         for command in mailbox.take_all(timeout=0.0 if choices else 0.5):
             match command:
                 case Stop():
                     return 0
                 case Submit(requests):
-                    events += [found for one in requests for found in begin(choices, one, length)]
-                case CancelRequest(name, reason, index):
-                    meant = [key for key in choices if key[0] == name and index in (None, key[1])]
-                    events += [event(key, reason) for key in meant if choices.pop(key)]
-        events += step(choices, places)
+                    for request in requests:
+                        for choice in choices.of_request(request):
+                            choices.add(choice)
+                case CancelRequest():
+                    choices.end(choices.of(command), command.reason)
+        events = step(choices, places)
         load, now = capacity(choices, places, length), time.monotonic()
         emit(Frame(events=tuple(events), capacity=load, stats=EngineStats(), ended_s=now))

@@ -16,7 +16,7 @@ from tokenmill_worker.contract.messages import (
     Logged,
     Start,
 )
-from tokenmill_worker.engines.process.child import _receive, set_allocator
+from tokenmill_worker.engines.process.child import LONGEST, _receive, in_one_line, set_allocator
 from tokenmill_worker.engines.process.host import CHILD_MODULE
 
 
@@ -67,6 +67,17 @@ def test_an_engine_that_cannot_be_imported_is_reported_in_one_sentence(
         assert engine.process.wait(20) == 1
     finally:
         engine.kill()
+
+
+def test_a_reason_is_one_line_of_whole_sentences_and_the_log_has_the_rest(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    known = "x, " * LONGEST
+    said = in_one_line(f"Model architectures ['Nope'] are not supported.\nKnown: {known}")
+    assert said == "Model architectures ['Nope'] are not supported"
+    assert "Known: x, x, " in caplog.text
+    assert in_one_line("RuntimeError: no\n  device") == "RuntimeError: no device"
+    assert len(in_one_line("x" * 999)) == LONGEST
 
 
 BEFORE = "ZeroDivisionError: division by zero (serve.py, line 2)"

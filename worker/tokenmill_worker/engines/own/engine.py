@@ -35,7 +35,11 @@ class Engine:
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         info = runner.info
         validator = RequestValidator(
-            info.vocab_size, scheduler.max_model_len, info.can_structure, info.sampling_defaults
+            info.vocab_size,
+            scheduler.max_model_len,
+            info.can_structure,
+            info.sampling_defaults,
+            info.config.adapter_folders,
         )
         self.runner = runner
         self.scheduler = scheduler

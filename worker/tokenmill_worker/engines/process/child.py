@@ -19,7 +19,9 @@ import threading
 import traceback
 from collections.abc import Callable, MutableMapping
 from functools import partial
-from typing import NoReturn
+from typing import Final, NoReturn
+
+import msgspec
 
 from tokenmill_worker.contract.engine_kind import EngineConfigError
 from tokenmill_worker.contract.messages import (
@@ -40,6 +42,8 @@ from tokenmill_worker.engines.process.death import end_group
 from tokenmill_worker.engines.process.socket_frames import LENGTH_BYTES, FrameWriter
 
 FAILED, PARENT_GONE, WRONG_FRAME = 1, 3, 4  # exit statuses
+LONGEST: Final = 600  # characters of a reason why the engine has failed
+log = logging.getLogger(__name__)
 _NO_COMMANDS = b"the engine process ends: it cannot receive a command, or lacks memory for it\n"
 
 
@@ -106,6 +110,8 @@ def _serve(start: Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> in
     def pass_on(report: Report) -> None:
         nonlocal is_ready
         is_ready |= isinstance(report, Ready)
+        if isinstance(report, EngineFailed):
+            report = msgspec.structs.replace(report, message=in_one_line(report.message))
         emit(report)
 
     try:
@@ -118,6 +124,17 @@ def _serve(start: Start, mailbox: Mailbox, emit: Callable[[Report], None]) -> in
         is_full = isinstance(error, MemoryError)
         emit(EngineFailed(words, at_start=not is_ready, may_pass=is_full))
         return FAILED
+
+
+def in_one_line(words: str) -> str:
+    """Return a library's words in one line, of whole sentences if they are long; the log then has
+    them all.
+    """
+    words = " ".join(words.split())
+    if len(words) <= LONGEST:
+        return words
+    log.error("%s", words)
+    return words[:LONGEST].rpartition(". ")[0] or words[:LONGEST]
 
 
 def _end_group() -> NoReturn:

@@ -103,10 +103,7 @@ class SyntheticRunner:
     def prepare_adapter(self, name: str) -> Future[str]:
         """Return the adapter's name as its key; the name only changes the seed of the output."""
         found: Future[str] = Future()
-        if name in self.info.config.adapter_folders:
-            found.set_result(name)
-        else:
-            found.set_exception(ValueError(f"adapter {name!r} is not served here"))
+        found.set_result(name)
         return found
 
     def is_alive(self) -> bool:

@@ -19,18 +19,18 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from tokenmill_schemas.generation import LOGPROBS_MODES, FinishReason
+from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.contract.capabilities import Capabilities
 from tokenmill_worker.contract.events import Capacity, TokenEvent
 from tokenmill_worker.contract.messages import CancelRequest
-from tokenmill_worker.contract.requests import GenerationRequest, RequestError
+from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engines.choices import URGENT, RunningChoices
 from tokenmill_worker.engines.frames import FrameSender
 from tokenmill_worker.engines.limits import ModelLimits
+from tokenmill_worker.engines.own.errors import why
 from tokenmill_worker.engines.own.model.generation_config import GenerationDefaults
 from tokenmill_worker.engines.vllm.choices import VllmChoice
 from tokenmill_worker.engines.vllm.figures import Figures
-from tokenmill_worker.engines.vllm.parameters import sampling_params
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 class Adapter(StatLoggerBase):
     """The requests of a worker in one AsyncLLM, of whose engine cores it is the stat logger.
 
-    `config` is vLLM's own. Every call is made in vLLM's event loop. `wake` is called when `tick`
-    has something to do.
+    `config` is vLLM's own, `adapters` has the folder of each one. Every call is made in vLLM's
+    event loop. `wake` is called when `tick` has something to do.
     """
 
     def __init__(
@@ -51,43 +51,26 @@ class Adapter(StatLoggerBase):
         frames: FrameSender,
         wake: Callable[[], None],
     ) -> None:
-        usage: dict[int, float] = {}
-
-        def logger_of(_config: Any, core: int) -> Adapter:
-            usage[core] = 0.0
-            return self
-
+        self._figures = Figures(config)
         self.engine = AsyncLLM.from_vllm_config(
-            config, stat_loggers=[logger_of], disable_log_stats=True
+            config, stat_loggers=[self._logger_of], disable_log_stats=True
         )
-        model = config.model_config
+        model, can_structure = config.model_config, bool(capabilities.structured)
+        size, length = model.get_vocab_size(), model.max_model_len
+        self.limits = ModelLimits(size, length, can_structure, defaults.params, adapters)
         self.eos = tuple(sorted(defaults.end_ids(model.hf_text_config)))
-        self.limits = ModelLimits(
-            model.get_vocab_size(),
-            model.max_model_len,
-            bool(capabilities.structured),
-            defaults.params,
-        )
-        self._figures = Figures(config, usage)
-        self._params_of = functools.partial(
-            sampling_params,
-            eos=self.eos,
-            has_position_seeds=capabilities.exact_resume,
-            has_biases=config.speculative_config is None,
-        )
+        self._capabilities, self._frames, self._wake = capabilities, frames, wake
         self._loras = {
             name: LoRARequest(name, number, folder)
             for number, (name, folder) in enumerate(adapters.items(), 1)
         }
-        self._frames, self._wake = frames, wake
-        self._running: RunningChoices[VllmChoice] = RunningChoices()
-        self._events: list[TokenEvent] = []  # that no step made
+        self._running = RunningChoices(self.limits, VllmChoice)
         self._awaits_step = False  # since a request has been added
 
     async def submit(self, requests: Iterable[GenerationRequest]) -> None:
         for request in requests:
-            for item in self._choices(request):
-                place = self._place_for(request) if request.priority == URGENT else None
+            for item in self._running.of_request(request):
+                place = self._place_for(request)
                 await self._start(item)  # before the other waits again: vLLM orders by priority
                 if place is not None and place.key in self._running:
                     place.preemptions += 1
@@ -103,11 +86,11 @@ class Adapter(StatLoggerBase):
         for item in [item for item in self._running.values() if item.collector is None]:
             await self._begin_again(item)
         await self._end(self._running.late(time.monotonic()), FinishReason.EXPIRED)
-        self._report_events()
+        self._report()
         if not self._running:
             self._figures.rest()
             if self._frames.is_due:
-                self._report(())
+                self._report(is_due=True)
 
     def record(self, scheduler: Any, iteration: Any, *, engine_idx: int, **_others: Any) -> None:
         """Report a step that vLLM has ended. Steps without tokens, as those of a core that waits
@@ -115,39 +98,22 @@ class Adapter(StatLoggerBase):
         """
         self._figures.add_step(scheduler, iteration, engine_idx)
         self._awaits_step = False
-        events = self._collected()
-        if events or self._frames.is_due:
-            self._report(events, is_step=True)
+        self._report(is_step=True, is_due=self._frames.is_due)
 
     def log_engine_initialized(self) -> None:
         pass
 
+    def _logger_of(self, _config: Any, core: int) -> Adapter:
+        self._figures.usage[core] = 0.0
+        return self
+
     def capacity(self) -> Capacity:
         return self._figures.capacity(len(self._running), self._running.num_urgent)
-
-    def _choices(self, request: GenerationRequest) -> list[VllmChoice]:
-        """Return the choices to start; none of a request that is refused, which ends at once."""
-        params = request.params
-        try:
-            limit = self.limits.check(request)
-            if params.lora and params.lora not in self._loras:
-                known = ", ".join(self._loras) or "-"
-                raise RequestError(f"lora {params.lora!r} is not one of {known}")
-            mode = params.logprobs_mode
-            if params.wants_logprobs and mode not in (None, LOGPROBS_MODES[0]):
-                raise RequestError(f"logprobs_mode {mode} is not available with vLLM")
-        except RequestError as error:
-            self._events.append(error.event(request.request_id))  # for all of its choices
-            return []
-        return [
-            VllmChoice(request=request, index=index, resumed=resumed, limit=limit)
-            for index, resumed in request.open_choices()
-        ]
 
     async def _start(self, item: VllmChoice) -> None:
         request = item.request
         try:
-            params = self._params_of(item)
+            params = item.params(self.eos, self._capabilities)
             item.collector = await self.engine.add_request(
                 item.key,
                 tokens_input(item.prompt_ids, cache_salt=request.cache_salt or None),
@@ -159,15 +125,14 @@ class Adapter(StatLoggerBase):
         except EngineDeadError:
             raise
         except (VLLMClientError, ValueError) as error:
-            self._events.append(item.failed(str(error)))
+            self._running.refuse(item, str(error))
         except Exception as error:  # one that no check has foreseen ends this request alone
             log.exception("Request %s is refused: it cannot be read", item.key)
-            words = f"the request cannot be read: {type(error).__name__}: {error}"
-            self._events.append(item.failed(words))
+            self._running.refuse(item, f"the request cannot be read: {why(error)}")
         else:
             if params.presence_penalty:
                 item.biased = frozenset(params.logit_bias or ()).intersection(item.resumed)
-            self._running[item.key] = item
+            self._running.add(item)
             self._awaits_step |= item.collector.output is None
 
     async def _begin_again(self, item: VllmChoice) -> None:
@@ -178,26 +143,23 @@ class Adapter(StatLoggerBase):
         await self._start(item)
 
     def _place_for(self, request: GenerationRequest) -> VllmChoice | None:
-        """Return the youngest choice of a lower priority, if this request would wait.
+        """Return the choice whose place an interactive request takes, if it would wait.
 
         vLLM takes no place from a running request while it has blocks for it.
         """
-        self._report_events()  # one that has just ended leaves its place
-        free, length = self.capacity(), len(request.prompt)
-        if free.free_sequences and free.free_blocks > -(-length // free.block_size):
+        if request.priority != URGENT:
             return None
-        return self._running.to_displace(request.priority)
+        self._report()  # one that has just ended leaves its place
+        return self._running.to_displace(request, self.capacity())
 
     async def _end(self, items: list[VllmChoice], reason: FinishReason) -> None:
-        for item in items:
-            del self._running[item.key]
-            self._events.append(item.ended(reason))
+        self._running.end(items, reason)
         if items:
             await self.engine.abort([item.key for item in items])
 
     def _collected(self) -> tuple[TokenEvent, ...]:
         """Return the events since the last call, and forget the choices that have ended."""
-        events, self._events = self._events, []
+        events = self._running.taken_events()
         for item in tuple(self._running.values()):
             if event := item.event():
                 events.append(event)
@@ -207,21 +169,19 @@ class Adapter(StatLoggerBase):
                     self._wake()
         return tuple(events)
 
-    def _report_events(self) -> None:
-        """Report events without a step: of requests that were refused or cancelled, or that ended
-        before they were entered here.
-        """
-        if events := self._collected():
-            self._report(events)
+    def _report(self, *, is_step: bool = False, is_due: bool = False) -> None:
+        """Send a frame, if there are events, also of requests that ended alone, or if one is due.
 
-    def _report(self, events: tuple[TokenEvent, ...], *, is_step: bool = False) -> None:
-        """Send a frame. Beside requests that run, or while vLLM owes the first step behind one that
-        has expired, only a step is a sign of life.
+        Beside requests that run, or while vLLM owes the first step behind one that has expired,
+        only a step is a sign of life.
         """
-        self._frames.send(
-            events,
-            capacity := self.capacity(),
-            functools.partial(self._figures.stats, capacity),
-            has_work=bool(self._running),
-            has_stepped=is_step or not (self._running or self._awaits_step),
-        )
+        events = self._collected()
+        if events or is_due:
+            capacity = self.capacity()
+            self._frames.send(
+                events,
+                capacity,
+                functools.partial(self._figures.stats, capacity),
+                has_work=bool(self._running),
+                has_stepped=is_step or not (self._running or self._awaits_step),
+            )

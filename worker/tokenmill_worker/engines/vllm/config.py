@@ -2,76 +2,50 @@
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import dataclass, fields
-from typing import ClassVar, Final, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Final
 
 from tokenmill_schemas.generation import LOGPROBS_MODES
 from tokenmill_worker.contract.capabilities import STRUCTURED, Capabilities
-from tokenmill_worker.contract.engine_kind import EngineConfigError, EngineKind
-from tokenmill_worker.contract.name_table import read_table
-from tokenmill_worker.contract.setting_fields import field_problems, setting
+from tokenmill_worker.contract.engine_kind import EngineKind
+from tokenmill_worker.contract.name_table import read_arguments
+from tokenmill_worker.contract.setting_fields import setting
+from tokenmill_worker.engines.own.config import EngineConfig
 
 TESTED: Final = ((0, 32), (0, 33))  # minor versions of vLLM: from, below
 PACKAGE: Final = "'vllm>={}.{},<{}.{}'".format(*TESTED[0], *TESTED[1])
 MAX_LOGPROBS: Final = 100  # at a position, as the queue allows
 MAX_BIASES, MAX_STOP_IDS = 1_024, 128  # of a request; beyond them vLLM's engine core dies (GPUs)
+# settings of our engine that are vLLM's arguments of the same name
+SAME: Final = (
+    "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "trust_remote_code",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmConfig:
-    """Settings of vLLM that a worker names as our engine's; vLLM's others are in `engine_arg`."""
+class VllmConfig(EngineConfig):
+    """Settings of our engine that vLLM has too, named by KIND; vLLM's others are in `engine_arg`.
+    0 and None mean what vLLM chooses.
+    """
 
     kind: ClassVar[str] = "vllm"
 
-    model: str = setting("", "a folder or a hub name")
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = setting("auto", "as ours")
-    max_model_len: int | None = setting(
-        None, "longest prompt and answer together, in tokens", minimum=1
-    )
-    max_num_seqs: int = setting(0, "most sequences at once; 0: as vLLM chooses", minimum=0)
-    max_num_batched_tokens: int = setting(
-        0, "most tokens in one step; 0: as vLLM chooses", minimum=0
-    )
-    prefix_cache: bool = setting(True, "compute a common beginning of prompts once")
-    adapters: str = setting("", "LoRA adapters that jobs may name, as name=folder,name=folder")
-    max_loras: int = setting(4, "most different adapters in one step", minimum=1)
-    trust_remote_code: bool = setting(False, "run code that comes with the model")
     engine_arg: str = setting(
         "", "another argument of vLLM, NAME=VALUE; several, or in one variable, with spaces between"
     )
 
-    def __post_init__(self) -> None:
-        if found := self.problems():
-            raise EngineConfigError(found)
-
     def problems(self) -> list[str]:
         """Return one sentence for each setting that cannot work, with the given value."""
-        found = [*field_problems(self), *([] if self.model else ["model must not be empty"])]
-        for name, read in (("engine_arg", self.arguments), ("adapters", self.adapter_folders)):
-            try:
-                read()
-            except ValueError as error:
-                found.append(f"{name} {error}")
+        found = EngineConfig.problems(self)
+        try:
+            self.arguments()
+        except ValueError as error:
+            found.append(f"engine_arg {error}")
         return found
 
     def arguments(self) -> dict[str, str]:
         """Return vLLM's further arguments. Raises ValueError with what is wrong."""
-        found: dict[str, str] = {}
-        for word in shlex.split(self.engine_arg):
-            name, sign, value = word.removeprefix("--").partition("=")
-            if not sign or not name:
-                raise ValueError(f"must be NAME=VALUE, separated by spaces, not {word!r}")
-            if name in found:
-                raise ValueError(f"names {name} twice")
-            found[name] = value
-        return found
-
-    def adapter_folders(self) -> dict[str, str]:
-        return read_table(self.adapters, "name=folder")
-
-
-_NOT_BESIDE_DRAFTS: Final = ("min_p", "logit_bias", "suppress_tokens")
+        return read_arguments(self.engine_arg)
 
 
 def capabilities_of(
@@ -81,26 +55,21 @@ def capabilities_of(
     position: its model runner V2.
     """
     return Capabilities(
-        structured=STRUCTURED if has_grammars else (),
-        tool_grammars=has_grammars,
-        thinking_budget=has_grammars,
-        scores=True,
-        prompt_logprobs=True,
-        adapters=has_adapters,
-        exact_resume=has_position_seeds,
+        structured=STRUCTURED if has_grammars else (), tool_grammars=has_grammars,
+        thinking_budget=has_grammars, scores=True, prompt_logprobs=True, adapters=has_adapters,
+        exact_resume=has_position_seeds, limits={"temperature": (0.0, 2.0)},
         unavailable=(
             "bad_words_ids", "sequence_bias", "no_repeat_ngram_size", "begin_suppress_tokens",
             "forced_bos_token_id", "forced_eos_token_id",
-            *(_NOT_BESIDE_DRAFTS if has_drafts else ()),
+            *(("min_p", "logit_bias", "suppress_tokens") if has_drafts else ()),
         ),
-        limits={"temperature": (0.0, 2.0)},
     )  # fmt: skip
 
 
-_GRAMMAR: Final = "our grammar, placed in vLLM's engine core"
-_UNCACHED: Final = "the prompt is computed without the prefix cache"
 _NO_DRAFTS: Final = "refused beside speculative-config"
 _BIASES: Final = f"together with {{}} at most {MAX_BIASES:,} tokens; {_NO_DRAFTS}"
+_UNCACHED: Final = "the prompt is computed without the prefix cache"
+_GRAMMAR: Final = "our grammar, placed in vLLM's engine core"
 _PENALTIES: Final = (
     f"counts {MAX_BIASES:,} different tokens before a take-over; none there beside "
     "speculative-config"
@@ -140,7 +109,7 @@ INSTEAD: Final = {
 
 KIND: Final = EngineKind(
     config=VllmConfig,
-    settings=tuple(field.name for field in fields(VllmConfig)),
+    settings=("model", *SAME, "prefix_cache", "adapters", "max_loras", "engine_arg"),
     capabilities=capabilities_of(has_grammars=True, has_adapters=True, has_position_seeds=True),
     notes=NOTES,
     instead={name: f"--engine-arg {argument}=…" for name, argument in INSTEAD.items()},

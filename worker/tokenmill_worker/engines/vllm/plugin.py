@@ -19,34 +19,43 @@ from typing import Any, Final
 
 import msgspec
 
+from tokenmill_schemas.generation import ResponseFormat
+from tokenmill_worker.contract.requests import Thoughts
 from tokenmill_worker.engines.own.errors import why
-from tokenmill_worker.engines.vllm.bound_answer import EXTRA, BoundAnswer
 
 # Set by the engine process: the plugin does nothing elsewhere, as under `vllm serve`. Its value is
 # a folder of notes for the engine process.
 VARIABLE: Final = "TOKENMILL_VLLM_NOTES"
+EXTRA: Final = "tokenmill"  # name in the `extra_args` of a request
 ERROR: Final = "error"  # key of the note on the last error in another process
 BURST_S: Final = 10.0  # an error that follows another within this time is its consequence
-_CREATE: Final = "_create_grammar"  # the only private name of vLLM's that is used
 _PR_SET_PDEATHSIG: Final = 1
+
+
+class BoundAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What binds one answer, as it travels to the engine core."""
+
+    response_format: ResponseFormat | None = None
+    thoughts: Thoughts | None = None
+    num_resumed: int = 0  # tokens at the end of the prompt that are part of the answer
+    tenant: str = ""  # whose turn a compilation takes
+    key: str = ""  # the request, as the adapter names it
 
 
 def install() -> None:
     """Prepare one of vLLM's processes."""
     if VARIABLE not in os.environ:  # noqa: TID251 - vLLM passes nothing else on to its processes
         return
-    manager = _manager()
-    begin, original = manager.__init__, getattr(manager, _CREATE, None)
+    from vllm.v1.structured_output import StructuredOutputManager as Manager
+
+    begin, original = Manager.__init__, Manager._create_grammar  # the one private name
     if hasattr(original, "of_tokenmill"):
         return
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if parent := multiprocessing.parent_process():
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent.pid:  # it died before
             os._exit(3)
         logging.getLogger("vllm").addHandler(_ErrorNotes(logging.ERROR))
-    if original is None:
-        return
 
     def begun(self: Any, config: Any) -> None:
         # only now vLLM can be imported
@@ -67,12 +76,7 @@ def install() -> None:
             raise
 
     create.of_tokenmill = True  # type: ignore[attr-defined]
-    manager.__init__ = begun
-    setattr(manager, _CREATE, create)
-
-
-def is_installed() -> bool:
-    return hasattr(getattr(_manager(), _CREATE, None), "of_tokenmill")
+    Manager.__init__, Manager._create_grammar = begun, create
 
 
 class _ErrorNotes(logging.Handler):
@@ -85,24 +89,16 @@ class _ErrorNotes(logging.Handler):
                 note.write_text(why(error) if error else record.getMessage(), "utf-8")
 
 
-def taken_note(key: str, newer_than_s: float | None = None) -> str:
+def taken_note(key: str, newer_than_s: float = float("inf")) -> str:
     """Return what another process has noted under a key, and forget it; nothing if it is older."""
     path = _note(key)
-    try:
-        age_s = time.time() - path.stat().st_mtime
-        words = "" if newer_than_s is not None and age_s > newer_than_s else path.read_text("utf-8")
+    with contextlib.suppress(OSError):
+        age_s, words = time.time() - path.stat().st_mtime, path.read_text("utf-8")
         path.unlink()
-    except OSError:
-        return ""
-    return words
+        return words if age_s <= newer_than_s else ""
+    return ""
 
 
 def _note(key: str) -> Path:
     name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     return Path(os.environ[VARIABLE]) / name  # noqa: TID251
-
-
-def _manager() -> Any:
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    return StructuredOutputManager

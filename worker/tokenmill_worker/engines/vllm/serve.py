@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -27,16 +27,13 @@ from tokenmill_worker.engines.frames import FrameSender
 from tokenmill_worker.engines.own.errors import lacks_memory, why
 from tokenmill_worker.engines.vllm import plugin
 from tokenmill_worker.engines.vllm.config import VllmConfig, capabilities_of
-from tokenmill_worker.engines.vllm.own_folder import own_folder
+from tokenmill_worker.private_directory import private_directory
 
 if TYPE_CHECKING:
     from tokenmill_worker.engines.vllm.adapter import Adapter
 
 TICK_S: Final = 0.1
 SHUTDOWN_S: Final = 2.0
-LONGEST: Final = 400  # characters of a reason
-
-log = logging.getLogger(__name__)
 
 Emit = Callable[[Report], None]
 
@@ -46,23 +43,20 @@ def serve(start: Start, mailbox: Mailbox, emit: Emit) -> int:
 
     Return 1 if it could not be loaded, else 0.
     """
-    shared = tempfile.gettempdir()
-    with own_folder() as notes:
-        variables = {
-            plugin.VARIABLE: notes,
-            "TMPDIR": notes,  # of its sockets and files, which a kill leaves
-            "VLLM_RPC_BASE_PATH": notes,
-            # torch keeps compiled code among the temporary files
-            "TORCHINDUCTOR_CACHE_DIR": os.environ.get(  # noqa: TID251
-                "TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_{os.getuid()}"
-            ),
-            # a fork would keep the worker's socket open behind the death of this process
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),  # noqa: TID251
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        os.environ.update(variables)  # noqa: TID251 - vLLM reads them, and its processes
+    own = str(private_directory("vllm"))
+    environment = os.environ  # noqa: TID251 - vLLM reads it, and its processes
+    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # torch would keep compiled code among the temporary files
+    shared = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", shared)
+    # its sockets and files, which a kill leaves
+    environment |= dict.fromkeys((plugin.VARIABLE, "TMPDIR", "VLLM_RPC_BASE_PATH"), own)
+    # a fork would keep the worker's socket open behind the death of this process
+    environment |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"}
+    try:
         return asyncio.run(_served(start, mailbox, emit))
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
 
 
 async def _served(start: Start, mailbox: Mailbox, emit: Emit) -> int:
@@ -71,7 +65,7 @@ async def _served(start: Start, mailbox: Mailbox, emit: Emit) -> int:
     except Exception as error:
         words = plugin.taken_note(plugin.ERROR) or _reason(error)
         may_pass = lacks_memory(RuntimeError(words))
-        emit(EngineFailed(_sentence(words), at_start=True, may_pass=may_pass))
+        emit(EngineFailed(words, at_start=True, may_pass=may_pass))
         return 1
     emit(ready)
     try:
@@ -81,7 +75,7 @@ async def _served(start: Start, mailbox: Mailbox, emit: Emit) -> int:
         if adapter.engine.errored:
             cause = plugin.taken_note(plugin.ERROR, newer_than_s=2 * plugin.BURST_S)
             words = f"vLLM's engine core has died: {cause or 'it has logged no error'}"
-        emit(EngineFailed(_sentence(words)))
+        emit(EngineFailed(words))
     finally:
         adapter.engine.shutdown(timeout=SHUTDOWN_S)
     return 0
@@ -105,70 +99,51 @@ async def _run(adapter: Adapter, mailbox: Mailbox) -> None:
 def _load(start: Start, mailbox: Mailbox, emit: Emit) -> tuple[Adapter, Ready]:
     import vllm
 
-    from tokenmill_worker.engines.vllm.arguments import check_version, engine_args
+    from tokenmill_worker.engines.own.model import generation_config, model_files, vocabulary
+    from tokenmill_worker.engines.vllm import arguments
 
-    check_version(vllm.__version__)
+    arguments.check_version(vllm.__version__)
 
-    from tokenmill_worker.engines.own.model.generation_config import read_defaults
-    from tokenmill_worker.engines.own.model.model_files import resolve
-    from tokenmill_worker.engines.own.model.vocabulary import has_tokenizer
     from tokenmill_worker.engines.vllm.adapter import Adapter
 
     def report(what: str, fraction: float) -> None:
         emit(LoadProgress(what, fraction))
 
     settings = msgspec.convert(start.settings, VllmConfig)
-    folder = resolve(settings.model, start.cache_dir, report, settings.trust_remote_code)
-    args = engine_args(settings, str(folder))
-    args.skip_tokenizer_init = not has_tokenizer(folder)
+    cache, trusts = start.cache_dir, settings.trust_remote_code
+    folder = model_files.resolve(settings.model, cache, report, trusts)
+    has_tokenizer = vocabulary.has_tokenizer(folder)
+    args = arguments.engine_args(settings, str(folder))
+    args.skip_tokenizer_init = not has_tokenizer
     report("loading the model into vLLM", 0.0)
     config = args.create_engine_config()
     plugin.install()  # here as in vLLM's other processes, so that it is known to work
     capabilities = capabilities_of(
-        has_grammars=plugin.is_installed() and has_tokenizer(folder),
+        has_grammars=has_tokenizer,
         has_adapters=bool(settings.adapters),
         has_position_seeds=bool(getattr(config, "use_v2_model_runner", False)),
         has_drafts=config.speculative_config is not None,
     )
-    adapter = Adapter(
-        config,
-        read_defaults("model", folder),
-        capabilities,
-        settings.adapter_folders(),
-        FrameSender(emit),
-        wake=partial(mailbox.put, Submit(())),
-    )
+    defaults = generation_config.read_defaults("model", folder)
+    frames, wake = FrameSender(emit), partial(mailbox.put, Submit(()))
+    adapter = Adapter(config, defaults, capabilities, settings.adapter_folders, frames, wake)
     report("loading the model into vLLM", 1.0)
     limits, capacity, parallel = adapter.limits, adapter.capacity(), config.parallel_config
     return adapter, Ready(
-        model=settings.model,
-        max_model_len=limits.max_model_len,
-        max_num_seqs=capacity.free_sequences,
-        vocab_size=limits.vocab_size,
-        eos_token_ids=adapter.eos,
-        model_path=str(folder),
+        model=settings.model, model_path=str(folder), max_model_len=limits.max_model_len,
+        max_num_seqs=capacity.free_sequences, vocab_size=limits.vocab_size,
+        eos_token_ids=adapter.eos, capacity=capacity, sampling_defaults=limits.defaults,
+        capabilities=capabilities,
         description=(
             f"vLLM {vllm.__version__}, {config.model_config.dtype}, "
             f"runner {'V2' if capabilities.exact_resume else 'V1'}, "
             f"{parallel.tensor_parallel_size} × {parallel.pipeline_parallel_size} devices, "
             f"{capacity.free_blocks} blocks of {capacity.block_size} tokens"
         ),
-        capacity=capacity,
-        sampling_defaults=limits.defaults,
-        capabilities=capabilities,
-    )
+    )  # fmt: skip
 
 
 def _reason(error: Exception) -> str:
     if details := getattr(error, "errors", None):  # pydantic's, whose text has several lines
         return "; ".join(one["msg"].removeprefix("Value error, ") for one in details())
     return why(error)
-
-
-def _sentence(words: str) -> str:
-    """Return a reason in one line of whole sentences; the log has a longer one."""
-    words = " ".join(words.split())
-    if len(words) <= LONGEST:
-        return words
-    log.error("vLLM: %s", words)
-    return words[:LONGEST].rpartition(". ")[0] or words[:LONGEST]

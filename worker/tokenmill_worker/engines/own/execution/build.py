@@ -204,7 +204,7 @@ def _grammar_compiler(loaded: LoadedModel, config: EngineConfig) -> GrammarCompi
     )
     if words is None:
         return None
-    compiler = GrammarCompiler(words.info, special_ids=words.special_ids, encode=words.encode)
+    compiler = words.compiler()
     compiler.start()
     return compiler
 

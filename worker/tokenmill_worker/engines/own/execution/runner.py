@@ -19,7 +19,6 @@ from tokenmill_schemas.generation import SamplingParams, TokenLogprob
 from tokenmill_worker.engines.own.device import Graphs, StepInputs
 from tokenmill_worker.engines.own.execution.inputs import PreviousTokens
 from tokenmill_worker.engines.own.execution.parts import RunnerParts
-from tokenmill_worker.engines.own.lora import refused_adapter
 from tokenmill_worker.engines.own.model.paged_attention import PagedStep
 from tokenmill_worker.engines.own.plan import StepOutput, StepPlan
 from tokenmill_worker.engines.own.sampling import Layout, Sampled, ScoredRows, Scores
@@ -159,7 +158,8 @@ class ModelRunner:
 
         The future fails with AdapterError if the adapter cannot be used.
         """
-        return refused_adapter(name) if self._adapters is None else self._adapters.prepare(name)
+        assert self._adapters is not None, "requests name adapters that are served"
+        return self._adapters.prepare(name)
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:

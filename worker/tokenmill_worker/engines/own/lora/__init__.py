@@ -4,7 +4,7 @@ Belongs here: files, cache, and the places of a model where adapters act. Which 
 step belongs to `scheduler`.
 """
 
-from tokenmill_worker.engines.own.lora.adapters import Adapters, refused_adapter
+from tokenmill_worker.engines.own.lora.adapters import Adapters
 from tokenmill_worker.engines.own.lora.files import AdapterError
 
-__all__ = ["AdapterError", "Adapters", "refused_adapter"]
+__all__ = ["AdapterError", "Adapters"]

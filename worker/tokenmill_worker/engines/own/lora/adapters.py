@@ -92,7 +92,7 @@ class Adapters:
     def prepare(self, name: str) -> Future[str]:
         """Start loading the adapter's current version; the future gives that version's key.
 
-        The future fails with AdapterError.
+        The future fails with AdapterError. The name is one of `folders`.
         """
         try:
             current = self._current(name)
@@ -108,10 +108,6 @@ class Adapters:
 
     def _current(self, name: str) -> LoadedAdapter | None:
         """Return the loaded adapter, or None if its files have changed; raises AdapterError."""
-        if name not in self._folders:
-            raise AdapterError(
-                f"adapter {name!r} is not served here; {_choice(list(self._folders))}"
-            )
         with _named(name):
             stamp = stamp_of(self._folders[name])
         known = self._known.get(name)
@@ -236,14 +232,3 @@ def _named(name: str) -> Iterator[None]:
         yield
     except AdapterError as error:
         raise AdapterError(f"adapter {name!r} cannot be used: {error}") from None
-
-
-def _choice(names: list[str]) -> str:
-    return f"there are {', '.join(sorted(names))}" if names else "there are none"
-
-
-def refused_adapter(name: str) -> Future[str]:
-    """Return the failed future of an adapter where none are served."""
-    refused: Future[str] = Future()
-    refused.set_exception(AdapterError(f"adapter {name!r} is not served here; there are none"))
-    return refused

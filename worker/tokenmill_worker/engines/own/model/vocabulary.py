@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenmill_worker.engines.own.sampling.grammar.compiler import GrammarCompiler
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -19,6 +21,9 @@ class Vocabulary:
     info: Any
     special_ids: tuple[int, ...]
     encode: Callable[[str], Sequence[int]]
+
+    def compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(self.info, special_ids=self.special_ids, encode=self.encode)
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -13,11 +13,13 @@ from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+from tokenmill_worker.contract.requests import Thoughts
 from tokenmill_worker.engines.own.sampling.grammar.errors import LATER, GrammarError
 from tokenmill_worker.engines.own.sampling.grammar.libraries import Libraries
 from tokenmill_worker.engines.own.sampling.grammar.process import CompileLimits, GrammarProcess
 from tokenmill_worker.engines.own.sampling.grammar.sources import sentence, source_of
 from tokenmill_worker.engines.own.sampling.grammar.tenant_queues import TenantQueues
+from tokenmill_worker.engines.own.sampling.grammar.thoughts import ThoughtsMatcher
 from tokenmill_worker.engines.own.sampling.grammar.words import Encode
 
 Compile: TypeAlias = Callable[[str, str], Any]  # (kind, source) → makes each sequence's matcher
@@ -116,6 +118,13 @@ class GrammarCompiler:
             self._queues.add(tenant, (source, future))
         self._start_waiting()
         return future
+
+    def matcher(self, compiled: Any, thoughts: Thoughts | None) -> Any:
+        """Return one sequence's matcher of a compiled grammar, or of None, behind its thoughts."""
+        inner = None if compiled is None else compiled()
+        if thoughts is None:
+            return inner
+        return ThoughtsMatcher(thoughts, inner, self.tokenizer_info.stop_token_ids)
 
     def _run(self, tenant: str, source: _Source, future: Future[Any]) -> None:
         """Compile one grammar; release its place, and settle its future before another starts."""

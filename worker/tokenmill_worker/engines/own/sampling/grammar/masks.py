@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmill_schemas.generation import ResponseFormat, SamplingParams
+from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own.plan import NO_DRAFT, Draft, RequestFault, ScheduledSequence
 from tokenmill_worker.engines.own.sampling.acceptance import AcceptanceLimit
 from tokenmill_worker.engines.own.sampling.grammar.bitmasks import (
@@ -30,7 +30,6 @@ from tokenmill_worker.engines.own.sampling.grammar.bitmasks import (
 from tokenmill_worker.engines.own.sampling.grammar.compiler import GrammarCompiler
 from tokenmill_worker.engines.own.sampling.grammar.errors import LATER, GrammarError
 from tokenmill_worker.engines.own.sampling.grammar.sources import sentence
-from tokenmill_worker.engines.own.sampling.grammar.thoughts import ThoughtsMatcher
 from tokenmill_worker.engines.own.sampling.grammar.words import MAX_FORCED
 from tokenmill_worker.engines.own.sampling.in_flight import InFlightTokens
 from tokenmill_worker.engines.own.sequence import Sequence
@@ -236,18 +235,10 @@ class Grammars:
         compiler, wanted = self._compiler, sequence.params.response_format
         if compiler is None:
             raise GrammarError("the engine has no grammar compiler for this model", LATER)
-        inner = None if wanted is None else self._matcher(sequence, compiler, wanted)
-        if sequence.thoughts is None:
-            return inner
-        return ThoughtsMatcher(sequence.thoughts, inner, compiler.tokenizer_info.stop_token_ids)
-
-    def _matcher(
-        self, sequence: Sequence, compiler: GrammarCompiler, wanted: ResponseFormat
-    ) -> Any:
         # a sequence added without request validation has no compiled grammar
-        if sequence.grammar is None:
+        if wanted is not None and sequence.grammar is None:
             sequence.grammar = compiler.compile(wanted).result(compiler.limits.wall_s + 1)
-        return sequence.grammar()
+        return compiler.matcher(sequence.grammar, sequence.thoughts)
 
 
 def _check_cost(state: _MatcherState, count: int, spent_s: float) -> None:
