@@ -21,6 +21,7 @@ from tests.ops import test_compose, test_kubernetes
 from tests.ops.test_kubernetes import DOCUMENTS, VERSIONS, WORKER, keda_reads, settings_of
 from tests.support.vllm import VLLM, needs_vllm
 from tokenmill_worker.app import RECORD_DRAIN_S
+from tokenmill_worker.contract.name_table import read_arguments
 from tokenmill_worker.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -302,7 +303,7 @@ def test_the_follower_waits_until_the_leader_is_gone() -> None:
 def test_vllm_has_every_argument_of_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter refuses a name that vLLM lacks, and a value that it cannot read."""
     given = [
-        settings_in(name, monkeypatch).engine_config().arguments() for name in ("eight-gpus", *SETS)
+        read_arguments(settings_in(name, monkeypatch).engine_arg) for name in ("eight-gpus", *SETS)
     ]
     code = (
         "import json, sys\n"

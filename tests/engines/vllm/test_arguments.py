@@ -15,6 +15,7 @@ from tokenmill_worker.engines.vllm.config import INSTEAD
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_vllm]
 READ = """
 import json, sys
+from pathlib import Path
 from tokenmill_worker.engines.vllm.arguments import OWNED, AsyncEngineArgs, EngineConfigError
 from tokenmill_worker.engines.vllm.arguments import check_version, engine_args
 from tokenmill_worker.engines.vllm.config import VllmConfig
@@ -30,7 +31,9 @@ asked = json.load(sys.stdin)
 print(json.dumps({
     "fields": list(AsyncEngineArgs.__dataclass_fields__),
     "owned": list(OWNED),
-    "args": [outcome(engine_args, VllmConfig(model="m", **one), "/tmp") for one in asked["args"]],
+    "args": [
+        outcome(engine_args, VllmConfig(model="m", **one), Path("/tmp")) for one in asked["args"]
+    ],
     "versions": [outcome(check_version, one) for one in asked["versions"]],
 }))
 """

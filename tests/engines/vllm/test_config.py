@@ -15,30 +15,6 @@ from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import load_settings
 
 
-def test_engine_arguments_are_named_values_with_spaces_between() -> None:
-    config = VllmConfig(
-        model="m", engine_arg='tensor-parallel-size=8 \'speculative-config={"method": "ngram"}\''
-    )
-    assert config.arguments() == {
-        "tensor-parallel-size": "8",
-        "speculative-config": '{"method": "ngram"}',
-    }
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("tensor-parallel-size", "must be NAME=VALUE, separated by spaces"),
-        ("=8", "must be NAME=VALUE"),
-        ("a=1 a=2", "names a twice"),
-        ("a='1", "No closing quotation"),
-    ],
-)
-def test_engine_arguments_that_cannot_be_read_are_refused(given: str, words: str) -> None:
-    with pytest.raises(EngineConfigError, match=words):
-        VllmConfig(model="m", engine_arg=given)
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     class _EngineFields(BaseSettings):  # those that the worker reads
         model: str
         adapters: str
+        engine_arg: str
         trust_remote_code: bool
 else:
     _EngineFields = create_model(

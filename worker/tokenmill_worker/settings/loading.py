@@ -19,6 +19,7 @@ from tokenmill.errors import ConfigurationError
 from tokenmill.webhooks import sign
 from tokenmill_schemas.keys import queue_of
 from tokenmill_worker.contract.engine_kind import EngineConfigError
+from tokenmill_worker.contract.name_table import read_arguments
 from tokenmill_worker.contract.setting_fields import SPLIT_BY_VLLM
 from tokenmill_worker.engines import kind_for, kind_named
 from tokenmill_worker.errors import SettingsError
@@ -172,6 +173,10 @@ def _engine_problems(settings: Settings) -> Iterator[str]:
         settings.engine_config()
     except EngineConfigError as error:
         yield from error.problems
+    try:
+        read_arguments(settings.engine_arg)
+    except ValueError as error:
+        yield f"engine_arg {error}"
     for name, kinds in ENGINE_FIELDS.items():
         if name not in known and name in settings.model_fields_set:
             owners = " and ".join(kinds)

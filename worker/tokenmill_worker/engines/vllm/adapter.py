@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from vllm.exceptions import VLLMClientError
@@ -20,17 +22,17 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from tokenmill_schemas.generation import FinishReason
-from tokenmill_worker.contract.capabilities import Capabilities
-from tokenmill_worker.contract.events import Capacity, TokenEvent
-from tokenmill_worker.contract.messages import CancelRequest
+from tokenmill_worker.contract.events import Capacity, EngineStats
+from tokenmill_worker.contract.messages import CancelRequest, Mailbox, Submit
 from tokenmill_worker.contract.requests import GenerationRequest
 from tokenmill_worker.engines.choices import URGENT, RunningChoices
 from tokenmill_worker.engines.frames import FrameSender
 from tokenmill_worker.engines.limits import ModelLimits
 from tokenmill_worker.engines.own.errors import why
-from tokenmill_worker.engines.own.model.generation_config import GenerationDefaults
+from tokenmill_worker.engines.own.model.generation_config import read_defaults
+from tokenmill_worker.engines.own.model.vocabulary import has_tokenizer
 from tokenmill_worker.engines.vllm.choices import VllmChoice
-from tokenmill_worker.engines.vllm.figures import Figures
+from tokenmill_worker.engines.vllm.config import VllmConfig, capabilities_of
 
 log = logging.getLogger(__name__)
 
@@ -38,39 +40,42 @@ log = logging.getLogger(__name__)
 class Adapter(StatLoggerBase):
     """The requests of a worker in one AsyncLLM, of whose engine cores it is the stat logger.
 
-    `config` is vLLM's own, `adapters` has the folder of each one. Every call is made in vLLM's
-    event loop. `wake` is called when `tick` has something to do.
+    `config` is vLLM's own, for the model in `folder`. Every call is made in vLLM's event loop. An
+    empty command in the mailbox wakes it when `tick` has something to do.
     """
 
     def __init__(
-        self,
-        config: Any,
-        defaults: GenerationDefaults,
-        capabilities: Capabilities,
-        adapters: dict[str, str],
-        frames: FrameSender,
-        wake: Callable[[], None],
+        self, config: Any, settings: VllmConfig, folder: Path, frames: FrameSender, mailbox: Mailbox
     ) -> None:
+        self.capabilities = capabilities_of(
+            has_grammars=has_tokenizer(folder), has_adapters=bool(settings.adapters),
+            has_position_seeds=bool(getattr(config, "use_v2_model_runner", False)),
+            has_drafts=config.speculative_config is not None,
+        )  # fmt: skip
         self._figures = Figures(config)
         self.engine = AsyncLLM.from_vllm_config(
             config, stat_loggers=[self._logger_of], disable_log_stats=True
         )
-        model, can_structure = config.model_config, bool(capabilities.structured)
-        size, length = model.get_vocab_size(), model.max_model_len
-        self.limits = ModelLimits(size, length, can_structure, defaults.params, adapters)
+        model, defaults = config.model_config, read_defaults("model", folder)
         self.eos = tuple(sorted(defaults.end_ids(model.hf_text_config)))
-        self._capabilities, self._frames, self._wake = capabilities, frames, wake
-        self._loras = {
-            name: LoRARequest(name, number, folder)
-            for number, (name, folder) in enumerate(adapters.items(), 1)
-        }
+        self.limits = ModelLimits(
+            model.get_vocab_size(), model.max_model_len, bool(self.capabilities.structured),
+            defaults.params, settings.adapter_folders,
+        )  # fmt: skip
+        self._frames, self._wake = frames, functools.partial(mailbox.put, Submit(()))
+        numbered = enumerate(settings.adapter_folders.items(), 1)
+        self._loras = {name: LoRARequest(name, id_, folder) for id_, (name, folder) in numbered}
         self._running = RunningChoices(self.limits, VllmChoice)
         self._awaits_step = False  # since a request has been added
 
     async def submit(self, requests: Iterable[GenerationRequest]) -> None:
         for request in requests:
             for item in self._running.of_request(request):
-                place = self._place_for(request)
+                place = None
+                if request.priority == URGENT:
+                    self._report()  # a choice that has just ended leaves its place
+                    # vLLM takes none from a running request while it has blocks for it
+                    place = self._running.to_displace(request, self.capacity())
                 await self._start(item)  # before the other waits again: vLLM orders by priority
                 if place is not None and place.key in self._running:
                     place.preemptions += 1
@@ -86,11 +91,9 @@ class Adapter(StatLoggerBase):
         for item in [item for item in self._running.values() if item.collector is None]:
             await self._begin_again(item)
         await self._end(self._running.late(time.monotonic()), FinishReason.EXPIRED)
-        self._report()
         if not self._running:
             self._figures.rest()
-            if self._frames.is_due:
-                self._report(is_due=True)
+        self._report(is_due=not self._running and self._frames.is_due)
 
     def record(self, scheduler: Any, iteration: Any, *, engine_idx: int, **_others: Any) -> None:
         """Report a step that vLLM has ended. Steps without tokens, as those of a core that waits
@@ -113,15 +116,12 @@ class Adapter(StatLoggerBase):
     async def _start(self, item: VllmChoice) -> None:
         request = item.request
         try:
-            params = item.params(self.eos, self._capabilities)
+            params = item.params(self.eos, self.capabilities)
+            prompt = tokens_input(item.prompt_ids, cache_salt=request.cache_salt or None)
             item.collector = await self.engine.add_request(
-                item.key,
-                tokens_input(item.prompt_ids, cache_salt=request.cache_salt or None),
-                params,
-                arrival_time=item.since,
+                item.key, prompt, params, arrival_time=item.since, priority=request.priority,
                 lora_request=self._loras.get(request.params.lora),
-                priority=request.priority,
-            )
+            )  # fmt: skip
         except EngineDeadError:
             raise
         except (VLLMClientError, ValueError) as error:
@@ -142,23 +142,17 @@ class Adapter(StatLoggerBase):
         item.next_attempt()
         await self._start(item)
 
-    def _place_for(self, request: GenerationRequest) -> VllmChoice | None:
-        """Return the choice whose place an interactive request takes, if it would wait.
-
-        vLLM takes no place from a running request while it has blocks for it.
-        """
-        if request.priority != URGENT:
-            return None
-        self._report()  # one that has just ended leaves its place
-        return self._running.to_displace(request, self.capacity())
-
     async def _end(self, items: list[VllmChoice], reason: FinishReason) -> None:
         self._running.end(items, reason)
         if items:
             await self.engine.abort([item.key for item in items])
 
-    def _collected(self) -> tuple[TokenEvent, ...]:
-        """Return the events since the last call, and forget the choices that have ended."""
+    def _report(self, *, is_step: bool = False, is_due: bool = False) -> None:
+        """Send a frame, if there are events or one is due; forget the choices that have ended.
+
+        Beside requests that run, or while vLLM owes the first step behind one that has expired,
+        only a step is a sign of life.
+        """
         events = self._running.taken_events()
         for item in tuple(self._running.values()):
             if event := item.event():
@@ -167,21 +161,64 @@ class Adapter(StatLoggerBase):
                     del self._running[item.key]
                 elif item.collector is None:
                     self._wake()
-        return tuple(events)
-
-    def _report(self, *, is_step: bool = False, is_due: bool = False) -> None:
-        """Send a frame, if there are events, also of requests that ended alone, or if one is due.
-
-        Beside requests that run, or while vLLM owes the first step behind one that has expired,
-        only a step is a sign of life.
-        """
-        events = self._collected()
         if events or is_due:
-            capacity = self.capacity()
-            self._frames.send(
-                events,
-                capacity,
-                functools.partial(self._figures.stats, capacity),
-                has_work=bool(self._running),
-                has_stepped=is_step or not (self._running or self._awaits_step),
-            )
+            capacity, work = self.capacity(), bool(self._running)
+            stats = functools.partial(self._figures.stats, capacity)
+            lives = is_step or not (work or self._awaits_step)
+            self._frames.send(tuple(events), capacity, stats, has_work=work, has_stepped=lives)
+
+
+class Figures:
+    """Counters since the start, and vLLM's last gauges, which it omits on some steps. The number of
+    blocks in vLLM's `config` is there once it is loaded.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.usage: dict[int, float] = {}  # share of blocks in use, by engine core
+        self._config = config
+        self._waiting = 0
+        self._counters: Counter[str] = Counter()
+        self._busy_s = 0.0
+        self.rest()
+
+    def rest(self) -> None:
+        """Note that nothing runs: the time until the next step is not busy."""
+        self._stepped_s = time.monotonic()
+
+    def add_step(self, scheduler: Any, iteration: Any, core: int) -> None:
+        """Add one step of an engine core, from vLLM's SchedulerStats and IterationStats."""
+        before, now = self._stepped_s, time.monotonic()
+        self._busy_s, self._stepped_s = self._busy_s + now - before, now
+        if scheduler is not None:
+            self._waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
+            self.usage[core] = scheduler.kv_cache_usage
+            prefixes = scheduler.prefix_cache_stats
+            self._counters.update(prefix_queries=prefixes.queries, cached_tokens=prefixes.hits)
+        if iteration is not None:
+            prompts, drawn = iteration.prompt_token_stats, iteration.num_generation_tokens
+            self._counters.update(
+                steps=int(drawn > 0), generated_tokens=drawn, prompt_tokens=prompts.total,
+                computed_tokens=prompts.computed + drawn, preemptions=iteration.num_preempted_reqs,
+                finished=len(iteration.finished_requests),
+            )  # fmt: skip
+
+    def capacity(self, num_active: int, num_urgent: int) -> Capacity:
+        """Return the free places, when `num_active` choices are in vLLM, `num_urgent` of them
+        interactive. vLLM's own gauges are those of its last step.
+        """
+        config, cache, cores = self._config, self._config.cache_config, len(self.usage)
+        most = config.scheduler_config.max_num_seqs * cores  # of each core
+        free = 1.0 - sum(self.usage.values()) / cores
+        return Capacity(
+            free_sequences=max(0, most - num_active), free_urgent=max(0, most - num_urgent),
+            free_blocks=round((cache.num_gpu_blocks or 0) * free), block_size=cache.block_size,
+            waiting=max(num_active - most, min(num_active, self._waiting)),
+            running=min(num_active, most), max_model_len=config.model_config.max_model_len,
+        )  # fmt: skip
+
+    def stats(self, capacity: Capacity) -> EngineStats:
+        return EngineStats(
+            num_running=capacity.running, num_waiting=capacity.waiting, busy_s=self._busy_s,
+            blocks_total=self._config.cache_config.num_gpu_blocks or 0,  # of all cores
+            blocks_free=capacity.free_blocks, **self._counters,
+        )  # fmt: skip

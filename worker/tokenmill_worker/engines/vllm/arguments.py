@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 import sys
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Final, NoReturn, get_args
 
@@ -16,6 +16,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tokenmill_schemas.generation import LOGPROBS_MODES
 from tokenmill_worker.contract.engine_kind import EngineConfigError
+from tokenmill_worker.contract.name_table import read_arguments
+from tokenmill_worker.engines.own.model.vocabulary import has_tokenizer
 from tokenmill_worker.engines.vllm.config import MAX_LOGPROBS, PACKAGE, SAME, TESTED, VllmConfig
 
 # arguments on which the adapter depends
@@ -41,20 +43,21 @@ OWNED: Final = {
 
 def check_version(version: str) -> None:
     """Raises EngineConfigError for a version of vLLM that is not tested."""
-    first, below = TESTED
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or not first <= (int(found[1]), int(found[2])) < below:
+    if not version.startswith(TESTED):
         words = f"vLLM {version} is not tested with this version of tokenmill"
         raise EngineConfigError([f"{words}: {sys.executable} -m pip install {PACKAGE}"])
 
 
-def engine_args(settings: VllmConfig, folder: str) -> AsyncEngineArgs:
+def engine_args(settings: VllmConfig, folder: Path) -> AsyncEngineArgs:
     """Return vLLM's arguments. Raises EngineConfigError for one that it does not have."""
-    args = _parsed(folder, settings.arguments())
+    args = _parsed(folder, read_arguments(settings.engine_arg))
     chosen = {name: value for name in SAME if (value := getattr(settings, name))}
     chosen |= {**FIXED, "enable_prefix_caching": settings.prefix_cache}
+    chosen["skip_tokenizer_init"] = not has_tokenizer(folder)
     if folders := settings.adapter_folders.values():
-        rank = max(args.max_lora_rank, *map(_rank_of, folders))
+        files = [json.loads(Path(one, "adapter_config.json").read_text("utf-8")) for one in folders]
+        ranks = [(one.get("r", 0), *one.get("rank_pattern", {}).values()) for one in files]
+        rank = max(args.max_lora_rank, *chain(*ranks))
         rank = next((taken for taken in get_args(MaxLoRARanks) if taken >= rank), rank)
         chosen |= {"enable_lora": True, "max_loras": settings.max_loras, "max_lora_rank": rank}
     for name, value in chosen.items():
@@ -62,13 +65,7 @@ def engine_args(settings: VllmConfig, folder: str) -> AsyncEngineArgs:
     return args
 
 
-def _rank_of(folder: str) -> int:
-    config = json.loads((Path(folder) / "adapter_config.json").read_text("utf-8"))
-    ranks: list[int] = [config.get("r", 0), *config.get("rank_pattern", {}).values()]
-    return max(ranks)
-
-
-def _parsed(folder: str, given: Mapping[str, str]) -> AsyncEngineArgs:
+def _parsed(folder: Path, given: Mapping[str, str]) -> AsyncEngineArgs:
     """Read the values as vLLM's own command line does."""
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     actions = parser._option_string_actions  # argparse has no public list of them

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,16 +26,14 @@ from tokenmill_worker.engines.vllm.plugin import EXTRA, BoundAnswer, taken_note
 _SEEDS: Final = (1 << 63) - 1  # vLLM takes signed ones
 FORBIDDEN: Final = -1e9  # bias of a token that must not occur
 _NEVER_TEXT: Final[dict[str, Any]] = {
-    "detokenize": False,
-    "output_kind": RequestOutputKind.DELTA,
+    "detokenize": False, "output_kind": RequestOutputKind.DELTA,
     "skip_clone": True,  # these objects are made for one choice
-}
+}  # fmt: skip
 _REASONS: Final = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "repetition": FinishReason.STOP,
+    "stop": FinishReason.STOP, "repetition": FinishReason.STOP, "length": FinishReason.LENGTH,
     "abort": FinishReason.CANCELLED,
-}
+}  # fmt: skip
+Logprobs = tuple[TokenLogprob, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +41,7 @@ class VllmChoice(RunningChoice):
     """One choice as one request of vLLM's. A bias stands for the presence of `biased` tokens."""
 
     collector: Any = None  # vLLM's RequestOutputCollector; None: another attempt is due
-    biased: Collection[int] = ()
+    biased: frozenset[int] = frozenset()
 
     def params(self, eos: tuple[int, ...], capabilities: Capabilities) -> SamplingParams:
         """Return vLLM's parameters. Raises ValueError for what vLLM has no room for.
@@ -66,24 +63,18 @@ class VllmChoice(RunningChoice):
             if num_resumed and not capabilities.exact_resume:
                 seed = choice_seed(seed, num_resumed + 1)
         return SamplingParams(
-            max_tokens=self.num_left,
-            min_tokens=self.num_required,
-            temperature=numbers.temperature,
-            top_p=numbers.top_p or 1.0,
+            max_tokens=self.num_left, min_tokens=self.num_required,
+            temperature=numbers.temperature, top_p=numbers.top_p or 1.0,
             top_k=1 if numbers.top_p == 0.0 and numbers.temperature else max(0, numbers.top_k),
-            min_p=numbers.min_p,
-            seed=seed,
-            stop_token_ids=list(params.stop_token_ids),
-            ignore_eos=params.ignore_eos,
-            presence_penalty=params.presence_penalty,
+            min_p=numbers.min_p, seed=seed, ignore_eos=params.ignore_eos,
+            stop_token_ids=list(params.stop_token_ids), presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=numbers.repetition_penalty,
             logit_bias=self._biases("logit_bias" not in capabilities.unavailable) or None,
             logprobs=params.num_top_logprobs if params.wants_logprobs else None,
             prompt_logprobs=None if self.index or num_resumed else params.prompt_logprobs,
-            **self._constrained(),
-            **_NEVER_TEXT,
-        )
+            **self._constrained(), **_NEVER_TEXT,
+        )  # fmt: skip
 
     def _biases(self, may_correct: bool) -> dict[int, float]:
         """Return the biases that a request names, less what its penalties take from resumed tokens.
@@ -143,9 +134,7 @@ class VllmChoice(RunningChoice):
             self.preemptions = self.preempted_before + output.metrics.num_preemptions
         return self.drew(tokens, reason, logprobs, prompt, output.num_cached_tokens or 0)
 
-    def _tokens(
-        self, output: Any, one: Any
-    ) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...] | None, tuple[TokenLogprob, ...]]:
+    def _tokens(self, output: Any, one: Any) -> tuple[tuple[int, ...], Logprobs | None, Logprobs]:
         """Return the tokens of an output, their log-probabilities, and those of the prompt."""
         params, prompt = self.request.params, self.request.prompt.token_ids
         most = params.num_top_logprobs
@@ -158,7 +147,7 @@ class VllmChoice(RunningChoice):
         return tokens, drawn or None, read
 
 
-def _logprobs(rows: Any, ids: Any, most: int) -> tuple[TokenLogprob, ...]:
+def _logprobs(rows: Any, ids: Any, most: int) -> Logprobs:
     """Return the log-probability of each id that has a row, with the `most` likely tokens there."""
     found = []
     for row, token in zip(rows or (), ids, strict=False):

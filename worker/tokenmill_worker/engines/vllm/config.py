@@ -8,12 +8,11 @@ from typing import ClassVar, Final
 from tokenmill_schemas.generation import LOGPROBS_MODES
 from tokenmill_worker.contract.capabilities import STRUCTURED, Capabilities
 from tokenmill_worker.contract.engine_kind import EngineKind
-from tokenmill_worker.contract.name_table import read_arguments
 from tokenmill_worker.contract.setting_fields import setting
 from tokenmill_worker.engines.own.config import EngineConfig
 
-TESTED: Final = ((0, 32), (0, 33))  # minor versions of vLLM: from, below
-PACKAGE: Final = "'vllm>={}.{},<{}.{}'".format(*TESTED[0], *TESTED[1])
+TESTED: Final = ("0.32.",)  # versions of vLLM begin so
+PACKAGE: Final = "'vllm>=0.32,<0.33'"
 MAX_LOGPROBS: Final = 100  # at a position, as the queue allows
 MAX_BIASES, MAX_STOP_IDS = 1_024, 128  # of a request; beyond them vLLM's engine core dies (GPUs)
 # settings of our engine that are vLLM's arguments of the same name
@@ -33,19 +32,6 @@ class VllmConfig(EngineConfig):
     engine_arg: str = setting(
         "", "another argument of vLLM, NAME=VALUE; several, or in one variable, with spaces between"
     )
-
-    def problems(self) -> list[str]:
-        """Return one sentence for each setting that cannot work, with the given value."""
-        found = EngineConfig.problems(self)
-        try:
-            self.arguments()
-        except ValueError as error:
-            found.append(f"engine_arg {error}")
-        return found
-
-    def arguments(self) -> dict[str, str]:
-        """Return vLLM's further arguments. Raises ValueError with what is wrong."""
-        return read_arguments(self.engine_arg)
 
 
 def capabilities_of(
@@ -69,7 +55,6 @@ def capabilities_of(
 _NO_DRAFTS: Final = "refused beside speculative-config"
 _BIASES: Final = f"together with {{}} at most {MAX_BIASES:,} tokens; {_NO_DRAFTS}"
 _UNCACHED: Final = "the prompt is computed without the prefix cache"
-_GRAMMAR: Final = "our grammar, placed in vLLM's engine core"
 _PENALTIES: Final = (
     f"counts {MAX_BIASES:,} different tokens before a take-over; none there beside "
     "speculative-config"
@@ -85,8 +70,6 @@ NOTES: Final = {
     "each token whose logit stays above 0",
     "logit_bias": _BIASES.format("suppress_tokens"),
     "suppress_tokens": _BIASES.format("logit_bias"),
-    "n": "a request of vLLM for each choice, so that one can be cancelled or resumed alone",
-    **dict.fromkeys(("response_format", "tools", "thinking_budget"), _GRAMMAR),
     "speculate": "does nothing: drafts are vLLM's, by speculative-config",
     "min_p": _NO_DRAFTS,
     "logprobs_mode": f"refused but for {LOGPROBS_MODES[0]}",

@@ -26,7 +26,7 @@ class CoreGrammars:
         folder = Path(config.model)
         stops = read_defaults("model", folder).end_ids(config.hf_text_config)
         words = vocabulary(folder, config.get_vocab_size(), stops, config.trust_remote_code)
-        self._compiler = words and words.compiler()
+        self._compiler = None if words is None else words.compiler()
         if self._compiler is not None:
             self._compiler.start(wait=True)
 
@@ -37,9 +37,8 @@ class CoreGrammars:
         if form is not None:
             compiled = self._compiler.compile(form, answer.tenant).result()
         grammar = MatchedGrammar(self._compiler.matcher(compiled, answer.thoughts))
-        count = answer.num_resumed
-        resumed = request.prompt_token_ids[-count:] if count else []
-        if not grammar.accept_tokens(request.request_id, resumed):
+        start = len(request.prompt_token_ids) - answer.num_resumed
+        if not grammar.accept_tokens(request.request_id, request.prompt_token_ids[start:]):
             raise ValueError("the answer so far does not follow its grammar")
         return grammar
 

@@ -7,12 +7,10 @@ vLLM calls `install` in each of its processes, before anything is loaded.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import logging
 import multiprocessing
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +20,7 @@ import msgspec
 from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_worker.contract.requests import Thoughts
 from tokenmill_worker.engines.own.errors import why
+from tokenmill_worker.parent_death import end_with
 
 # Set by the engine process: the plugin does nothing elsewhere, as under `vllm serve`. Its value is
 # a folder of notes for the engine process.
@@ -29,7 +28,6 @@ VARIABLE: Final = "TOKENMILL_VLLM_NOTES"
 EXTRA: Final = "tokenmill"  # name in the `extra_args` of a request
 ERROR: Final = "error"  # key of the note on the last error in another process
 BURST_S: Final = 10.0  # an error that follows another within this time is its consequence
-_PR_SET_PDEATHSIG: Final = 1
 
 
 class BoundAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -48,14 +46,13 @@ def install() -> None:
         return
     from vllm.v1.structured_output import StructuredOutputManager as Manager
 
-    begin, original = Manager.__init__, Manager._create_grammar  # the one private name
-    if hasattr(original, "of_tokenmill"):
+    if hasattr(Manager, "of_tokenmill"):
         return
     if parent := multiprocessing.parent_process():
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent.pid:  # it died before
-            os._exit(3)
+        end_with(parent.pid)
         logging.getLogger("vllm").addHandler(_ErrorNotes(logging.ERROR))
+
+    begin, _ = Manager.__init__, Manager._create_grammar  # the one private name
 
     def begun(self: Any, config: Any) -> None:
         # only now vLLM can be imported
@@ -65,18 +62,14 @@ def install() -> None:
         self.of_tokenmill = CoreGrammars(config.model_config)
 
     def create(self: Any, request: Any) -> Any:
-        extra = request.sampling_params.extra_args or {}
-        if EXTRA not in extra:
-            return original(self, request)
-        answer = msgspec.json.decode(extra[EXTRA], type=BoundAnswer)
+        answer = msgspec.json.decode(request.sampling_params.extra_args[EXTRA], type=BoundAnswer)
         try:
             return self.of_tokenmill.matched(request, answer)
         except Exception as error:
             _note(answer.key).write_text(str(error), "utf-8")
             raise
 
-    create.of_tokenmill = True  # type: ignore[attr-defined]
-    Manager.__init__, Manager._create_grammar = begun, create
+    Manager.__init__, Manager._create_grammar, Manager.of_tokenmill = begun, create, None
 
 
 class _ErrorNotes(logging.Handler):

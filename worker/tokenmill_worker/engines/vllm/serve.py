@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -26,16 +25,15 @@ from tokenmill_worker.contract.messages import (
 from tokenmill_worker.engines.frames import FrameSender
 from tokenmill_worker.engines.own.errors import lacks_memory, why
 from tokenmill_worker.engines.vllm import plugin
-from tokenmill_worker.engines.vllm.config import VllmConfig, capabilities_of
+from tokenmill_worker.engines.vllm.config import VllmConfig
 from tokenmill_worker.private_directory import private_directory
 
 if TYPE_CHECKING:
     from tokenmill_worker.engines.vllm.adapter import Adapter
 
+Emit = Callable[[Report], None]
 TICK_S: Final = 0.1
 SHUTDOWN_S: Final = 2.0
-
-Emit = Callable[[Report], None]
 
 
 def serve(start: Start, mailbox: Mailbox, emit: Emit) -> int:
@@ -46,9 +44,8 @@ def serve(start: Start, mailbox: Mailbox, emit: Emit) -> int:
     own = str(private_directory("vllm"))
     environment = os.environ  # noqa: TID251 - vLLM reads it, and its processes
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # torch would keep compiled code among the temporary files
     shared = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", shared)
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", shared)  # else among its own files
     # its sockets and files, which a kill leaves
     environment |= dict.fromkeys((plugin.VARIABLE, "TMPDIR", "VLLM_RPC_BASE_PATH"), own)
     # a fork would keep the worker's socket open behind the death of this process
@@ -64,12 +61,12 @@ async def _served(start: Start, mailbox: Mailbox, emit: Emit) -> int:
         adapter, ready = _load(start, mailbox, emit)
     except Exception as error:
         words = plugin.taken_note(plugin.ERROR) or _reason(error)
-        may_pass = lacks_memory(RuntimeError(words))
-        emit(EngineFailed(words, at_start=True, may_pass=may_pass))
+        emit(EngineFailed(words, at_start=True, may_pass=lacks_memory(RuntimeError(words))))
         return 1
     emit(ready)
     try:
-        await _run(adapter, mailbox)
+        while await _goes_on(adapter, mailbox):
+            await adapter.tick()
     except Exception as error:
         words = _reason(error)
         if adapter.engine.errored:
@@ -81,62 +78,50 @@ async def _served(start: Start, mailbox: Mailbox, emit: Emit) -> int:
     return 0
 
 
-async def _run(adapter: Adapter, mailbox: Mailbox) -> None:
-    """Take commands until Stop. Raises vLLM's error when its engine core has died."""
-    while not adapter.engine.errored:
-        for command in await asyncio.to_thread(mailbox.take_all, TICK_S):
-            match command:
-                case Submit():
-                    await adapter.submit(command.requests)
-                case CancelRequest():
-                    await adapter.cancel(command)
-                case Stop():
-                    return
-        await adapter.tick()
-    raise adapter.engine.dead_error
+async def _goes_on(adapter: Adapter, mailbox: Mailbox) -> bool:
+    """Take commands; return False at Stop. Raises vLLM's error when its engine core has died."""
+    if adapter.engine.errored:
+        raise adapter.engine.dead_error
+    for command in await asyncio.to_thread(mailbox.take_all, TICK_S):
+        match command:
+            case Submit():
+                await adapter.submit(command.requests)
+            case CancelRequest():
+                await adapter.cancel(command)
+            case Stop():
+                return False
+    return True
 
 
 def _load(start: Start, mailbox: Mailbox, emit: Emit) -> tuple[Adapter, Ready]:
     import vllm
 
-    from tokenmill_worker.engines.own.model import generation_config, model_files, vocabulary
     from tokenmill_worker.engines.vllm import arguments
 
     arguments.check_version(vllm.__version__)
 
+    from tokenmill_worker.engines.own.model.model_files import resolve
     from tokenmill_worker.engines.vllm.adapter import Adapter
 
     def report(what: str, fraction: float) -> None:
         emit(LoadProgress(what, fraction))
 
     settings = msgspec.convert(start.settings, VllmConfig)
-    cache, trusts = start.cache_dir, settings.trust_remote_code
-    folder = model_files.resolve(settings.model, cache, report, trusts)
-    has_tokenizer = vocabulary.has_tokenizer(folder)
-    args = arguments.engine_args(settings, str(folder))
-    args.skip_tokenizer_init = not has_tokenizer
+    folder = resolve(settings.model, start.cache_dir, report, settings.trust_remote_code)
+    args = arguments.engine_args(settings, folder)
     report("loading the model into vLLM", 0.0)
     config = args.create_engine_config()
     plugin.install()  # here as in vLLM's other processes, so that it is known to work
-    capabilities = capabilities_of(
-        has_grammars=has_tokenizer,
-        has_adapters=bool(settings.adapters),
-        has_position_seeds=bool(getattr(config, "use_v2_model_runner", False)),
-        has_drafts=config.speculative_config is not None,
-    )
-    defaults = generation_config.read_defaults("model", folder)
-    frames, wake = FrameSender(emit), partial(mailbox.put, Submit(()))
-    adapter = Adapter(config, defaults, capabilities, settings.adapter_folders, frames, wake)
-    report("loading the model into vLLM", 1.0)
+    adapter = Adapter(config, settings, folder, FrameSender(emit), mailbox)
     limits, capacity, parallel = adapter.limits, adapter.capacity(), config.parallel_config
     return adapter, Ready(
         model=settings.model, model_path=str(folder), max_model_len=limits.max_model_len,
         max_num_seqs=capacity.free_sequences, vocab_size=limits.vocab_size,
         eos_token_ids=adapter.eos, capacity=capacity, sampling_defaults=limits.defaults,
-        capabilities=capabilities,
+        capabilities=adapter.capabilities,
         description=(
             f"vLLM {vllm.__version__}, {config.model_config.dtype}, "
-            f"runner {'V2' if capabilities.exact_resume else 'V1'}, "
+            f"runner {'V2' if adapter.capabilities.exact_resume else 'V1'}, "
             f"{parallel.tensor_parallel_size} × {parallel.pipeline_parallel_size} devices, "
             f"{capacity.free_blocks} blocks of {capacity.block_size} tokens"
         ),

@@ -9,13 +9,11 @@ forks the next. Everything ends with the engine, whose end closes the sockets.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import resource
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Final
@@ -32,8 +30,8 @@ from tokenmill_worker.engines.own.sampling.grammar.messages import (
     send,
 )
 from tokenmill_worker.engines.own.sampling.grammar.sources import sentence
+from tokenmill_worker.parent_death import end_with
 
-_PR_SET_PDEATHSIG: Final = 1
 _LIFE_S: Final = 1.0  # CPU seconds of a process; one that has worked long may hold much memory
 _FAULT: Final = "invalid_request"
 _MAX_COMPILED: Final = 128 * 2**20  # bytes that the engine reads, and keeps
@@ -95,7 +93,7 @@ def _become_worker(
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        _end_with(parent)
+        end_with(parent)
         for other in others:
             other.close()
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -104,13 +102,6 @@ def _become_worker(
         _limit_memory(setup.memory_bytes)
         _answer_all(questions, libraries, setup)
     finally:
-        os._exit(0)
-
-
-def _end_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
         os._exit(0)
 
 
