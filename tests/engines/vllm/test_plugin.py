@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tokenmill_worker.engines.vllm.bound_answer import EXTRA, BoundAnswer
+from tokenmill_worker.engines.vllm.plugin import EXTRA, BoundAnswer
 
 from tokenmill_worker.engines.vllm import plugin
 
