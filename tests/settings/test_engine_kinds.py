@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tokenmill_worker.contract.name_table import read_arguments
 from tokenmill_worker.engines import KINDS, kind_named
 from tokenmill_worker.errors import SettingsError
 from tokenmill_worker.settings import ENGINE_FIELDS, Settings, load_settings
@@ -73,6 +74,29 @@ def test_an_engine_that_names_a_setting_of_no_worker_is_refused(monkeypatch):
     assert problems_of(engine="ops.examples.engine") == [
         "--engine ops.examples.engine names settings that no worker has: speed"
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("tensor-parallel-size", "must be NAME=VALUE, separated by spaces"),
+        ("=8", "must be NAME=VALUE"),
+        ("a=1 a=2", "names a twice"),
+        ("a='1", "No closing quotation"),
+    ],
+)
+def test_engine_arguments_that_cannot_be_read_are_refused(given, words):
+    (problem,) = problems_of(engine="vllm", model="/m", engine_arg=given)
+    assert problem.startswith(f"--engine-arg {words}")
+
+
+def test_engine_arguments_are_named_values_with_spaces_between():
+    given = 'tensor-parallel-size=8 \'speculative-config={"method": "ngram"}\''
+    settings = load_settings({"engine": "vllm", "model": "/m", "engine_arg": given})
+    assert read_arguments(settings.engine_arg) == {
+        "tensor-parallel-size": "8",
+        "speculative-config": '{"method": "ngram"}',
+    }
 
 
 def test_an_engine_that_contradicts_the_model_is_refused_with_one_sentence():
