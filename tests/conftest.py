@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--soak-jobs",
         type=int,
         default=0,
-        help="how many jobs the soak of the service submits instead",
+        help="how many jobs the soak of the service submits instead, and the run of two engines",
     )
     parser.addoption(
         "--engine", default="", help="package of an engine that tests/engines/conformance tries"

@@ -46,12 +46,14 @@ TEMPLATE: Final = """\
 {% endif %}{% endif %}"""
 
 
-def save(folder: Path, seed: int = 0) -> Path:
-    """Draw the weights and save the model with its tokenizer and its chat template."""
+def save(folder: Path, seed: int = 0, *, head_size: int = 16) -> Path:
+    """Draw the weights and save the model with its tokenizer and its chat template. vLLM needs a
+    `head_size` of 32.
+    """
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=32,
+        hidden_size=2 * head_size,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,

@@ -92,10 +92,11 @@ class Service:
         """Start a worker, if none is there; of vLLM, unless settings say otherwise."""
         if self.worker is None or not self.worker.is_alive:
             name = f"{self._folder.name}-{next(self._numbers)}"
-            values = {"max_num_seqs": 4, **(settings or VLLM_SETTINGS), **self._settings}
+            defaults = {"model": resolve("smollm2-135m-instruct"), "max_num_seqs": 4}
+            values = {**defaults, **(settings or VLLM_SETTINGS), **self._settings}
             self.worker = WorkerProcess(
                 name, self.url, self.database, self._folder / f"{name}.log", env=self._env,
-                in_process=True, model=resolve("smollm2-135m-instruct"), dtype="float32",
+                in_process=True, dtype="float32",
                 max_model_len=512, lease_seconds=5.0, log_level="info", **values,
             )  # fmt: skip
         return self.worker

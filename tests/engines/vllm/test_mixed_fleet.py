@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
+import math
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -20,6 +22,7 @@ from tests.chaos.clients import listen
 from tests.engines.vllm.parts import CORE, part_of
 from tests.engines.vllm.schemas import SCHEMAS
 from tests.engines.vllm.service import OWN, START_S, Service
+from tests.support import tiny_llama
 from tests.support.vllm import needs_vllm
 from tests.support.waiting import until
 from tests.support.worker import client_of
@@ -30,7 +33,6 @@ pytestmark = [
     pytest.mark.redis, pytest.mark.slow, pytest.mark.chaos, pytest.mark.model,
     pytest.mark.timeout(30_000), needs_vllm,
 ]  # fmt: skip
-PLACES = 4  # of each worker
 # where a worker dies, or its engine
 FAULTS: dict[str, tuple[str, Callable[[psutil.Process, psutil.Process], psutil.Process]]] = {
     "the engine core of vLLM": ("vllm", lambda _, engine: part_of(engine, CORE)),
@@ -66,11 +68,21 @@ async def undisturbed(client: AsyncClient) -> list[JobResult]:
 
 
 async def test_no_job_is_lost_or_repeated_between_engines_of_two_kinds_that_are_killed(
-    make_service: Callable[..., Service], rounds: int
+    make_service: Callable[..., Service], rounds: int, soak_jobs: int, tmp_path: Path
 ) -> None:
-    """Four kills, each in the middle of two batches; `--rounds` N: N times these."""
-    vllm = make_service()
-    services = {"vllm": vllm, "own": make_service(beside=vllm)}
+    """Four kills, each in the middle of two batches; `--rounds` 3 N: N times these.
+
+    `--soak-jobs` N: as many jobs, shared out to the kills, on a tiny model. `--rounds 15
+    --soak-jobs 10000` is the long form.
+    """
+    faults = [*FAULTS.items()] * max(1, rounds // 3)
+    batches = max(2, math.ceil(soak_jobs / len(faults) / len(asked())))
+    places = 16 if soak_jobs else 4
+    shared: dict[str, object] = {"max_num_seqs": places}
+    if soak_jobs:
+        shared["model"] = tiny_llama.save(tmp_path / "model", head_size=32)
+    vllm = make_service(**shared)
+    services = {"vllm": vllm, "own": make_service(beside=vllm, **shared)}
     settings: dict[str, dict[str, object]] = {"vllm": {}, "own": OWN}
     received: dict[str, list[Received]] = {}
     killed: Counter[str] = Counter()
@@ -87,15 +99,15 @@ async def test_no_job_is_lost_or_repeated_between_engines_of_two_kinds_that_are_
         calm = [Wanted.of(result) for result in results]
         vllm.wanted |= zip((result.job_id for result in results), calm, strict=True)
         async with asyncio.TaskGroup() as listening:
-            for what, (kind, victim) in itertools.chain(*[FAULTS.items()] * max(1, rounds // 3)):
+            for what, (kind, victim) in faults:
                 await all_ready()
                 begun = []
-                for job, wanted in [*zip(asked(), calm, strict=True)] * 2:
+                for job, wanted in [*zip(asked(), calm, strict=True)] * batches:
                     name, one = await client.submit(**job), Received()
                     vllm.wanted[name], received[name] = wanted, [one]
                     listening.create_task(listen(client, name, one))
                     begun.append(one)
-                await until(partial(are_in_the_middle, begun), timeout_s=60)
+                await until(partial(are_in_the_middle, begun, places), timeout_s=START_S)
                 service = services[kind]
                 assert service.worker is not None
                 before = service.num_engines
@@ -103,6 +115,8 @@ async def test_no_job_is_lost_or_repeated_between_engines_of_two_kinds_that_are_
                 part = victim(worker, service.engine(before))
                 part.send_signal(signal.SIGKILL)
                 killed[what] += 1
+                ended = sum(one.ended for (one,) in received.values())
+                print(f"{clock()} {ended} of {len(received)}; kills {what}", flush=True)  # noqa: T201
                 if part == worker:
                     service.worker.process.wait()
                 else:
@@ -118,6 +132,10 @@ async def test_no_job_is_lost_or_repeated_between_engines_of_two_kinds_that_are_
     assert found == []
 
 
-def are_in_the_middle(jobs: list[Received]) -> bool:
-    """Return whether both workers are in the middle of answers."""
-    return sum(bool(one.num_tokens) and not one.ended for one in jobs) > PLACES
+def are_in_the_middle(jobs: list[Received], places: int) -> bool:
+    """Return whether both workers are in the middle of answers: each has so many places."""
+    return sum(bool(one.num_tokens) and not one.ended for one in jobs) > places
+
+
+def clock() -> str:
+    return time.strftime("%H:%M:%S")

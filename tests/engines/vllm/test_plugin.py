@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from tokenmill_worker.engines.vllm.plugin import EXTRA, BoundAnswer
 
 from tokenmill_worker.engines.vllm import plugin
+from tokenmill_worker.engines.vllm.plugin import EXTRA, BoundAnswer
 
 CONFIG = SimpleNamespace(model_config="the model's")
 
