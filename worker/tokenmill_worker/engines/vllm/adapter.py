@@ -177,7 +177,7 @@ class Figures:
         self.usage: dict[int, float] = {}  # share of blocks in use, by engine core
         self._config = config
         self._waiting = 0
-        self._counters: Counter[str] = Counter()
+        self._counters: Any = Counter()  # by names of EngineStats
         self._busy_s = 0.0
         self.rest()
 

@@ -23,9 +23,7 @@ SAME: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmConfig(EngineConfig):
-    """Settings of our engine that vLLM has too, named by KIND; vLLM's others are in `engine_arg`.
-    0 and None mean what vLLM chooses.
-    """
+    """Settings of our engine that vLLM has too, named by KIND. 0 and None: as vLLM chooses."""
 
     kind: ClassVar[str] = "vllm"
 
@@ -83,9 +81,8 @@ NOTES: Final = {
 INSTEAD: Final = {
     "quantization": "quantization", "attention": "attention-backend", "kv_dtype": "kv-cache-dtype",
     "max_memory_percent": "gpu-memory-utilization", "max_memory_gib": "kv-cache-memory-bytes",
-    "cpu_offload_gib": "kv-offloading-size",
-    "cache_disk": "kv-transfer-config", "cache_disk_gib": "kv-transfer-config",
-    "enable_chunked_prefill": "enable-chunked-prefill",
+    "cpu_offload_gib": "kv-offloading-size", "cache_disk": "kv-transfer-config",
+    "cache_disk_gib": "kv-transfer-config", "enable_chunked_prefill": "enable-chunked-prefill",
     "long_prefill_token_threshold": "long-prefill-token-threshold", "cuda_graphs": "enforce-eager",
     "speculative_tokens": "speculative-config", "draft_model": "speculative-config",
 }  # fmt: skip
