@@ -81,6 +81,7 @@ async def test_no_job_is_lost_or_repeated_between_engines_of_two_kinds_that_are_
     shared: dict[str, object] = {"max_num_seqs": places}
     if soak_jobs:
         shared["model"] = tiny_llama.save(tmp_path / "model", head_size=32)
+        shared["reasoning_format"] = "none"  # its answers would be thoughts, in part or as a whole
     vllm = make_service(**shared)
     services = {"vllm": vllm, "own": make_service(beside=vllm, **shared)}
     settings: dict[str, dict[str, object]] = {"vllm": {}, "own": OWN}
