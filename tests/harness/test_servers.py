@@ -118,7 +118,7 @@ def test_the_server_dies_with_a_killed_parent(from_thread: bool, tmp_path: Path)
 
 HOLDS = (
     "import time\n"
-    "from tokenmill_worker.private_directory import private_directory\n"
+    "from tokenmill_worker.system.private_directory import private_directory\n"
     "print(private_directory('valkey'), flush=True)\n"
     "time.sleep(600)\n"
 )

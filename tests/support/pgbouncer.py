@@ -12,7 +12,7 @@ from typing import Self
 from tests.support.postgres import PostgresServer, ordinary_user
 from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.local.valkey_server import free_port
-from tokenmill_worker.private_directory import private_directory
+from tokenmill_worker.system.private_directory import private_directory
 
 _START_TIMEOUT_S = 20.0
 _PLACES = os.pathsep.join((os.defpath, "/usr/sbin", "/usr/local/sbin", "/usr/local/bin"))

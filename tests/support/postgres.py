@@ -23,7 +23,7 @@ import psycopg
 
 from tokenmill_worker.local.child_process import GuardedProcess, guarded_command
 from tokenmill_worker.local.valkey_server import free_port
-from tokenmill_worker.private_directory import private_directory
+from tokenmill_worker.system.private_directory import private_directory
 
 _SETTINGS = {
     "fsync": "off",

@@ -32,8 +32,10 @@ def manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Any], 
         def __init__(self, config: Any) -> None:
             self.config = config
 
-        def matched(self, request: Any, answer: BoundAnswer) -> str:
-            if answer.num_resumed:
+        def matched(
+            self, request: Any, form: object, thoughts: object, num_resumed: int, tenant: str
+        ) -> str:
+            if num_resumed:
                 raise ValueError("the answer so far does not follow its grammar")
             return f"ours of {request.request_id}"
 

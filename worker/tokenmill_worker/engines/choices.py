@@ -54,12 +54,12 @@ class RunningChoice:
 
     @property
     def num_left(self) -> int:
-        """How many tokens its answer may still have."""
+        """The number of tokens that its answer may still have."""
         return self.limit - len(self.resumed) - len(self.drawn)
 
     @property
     def num_required(self) -> int:
-        """How many tokens its answer must still have before it may end."""
+        """The number of tokens that its answer must still have before it may end."""
         least = min(self.request.params.min_tokens, self.limit)
         return max(0, least - len(self.resumed) - len(self.drawn))
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from tokenmill_worker.local.child_process import GuardedProcess
-from tokenmill_worker.private_directory import private_directory
+from tokenmill_worker.system.private_directory import private_directory
 
 _DEFAULTS = {
     "bind": "127.0.0.1",

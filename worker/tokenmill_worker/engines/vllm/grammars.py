@@ -14,7 +14,6 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from tokenmill_worker.engines.own.model.generation_config import read_defaults
 from tokenmill_worker.engines.own.model.vocabulary import vocabulary
 from tokenmill_worker.engines.own.sampling.grammar.bitmasks import allow_only
-from tokenmill_worker.engines.vllm.plugin import BoundAnswer
 
 
 class CoreGrammars:
@@ -30,14 +29,14 @@ class CoreGrammars:
         if self._compiler is not None:
             self._compiler.start(wait=True)
 
-    def matched(self, request: Any, answer: BoundAnswer) -> MatchedGrammar:
+    def matched(
+        self, request: Any, form: Any, thoughts: Any, num_resumed: int, tenant: str
+    ) -> MatchedGrammar:
         """Return the grammar of a request, behind what it resumes. Raises GrammarError."""
         assert self._compiler is not None, "no request is bound where there is no tokenizer"
-        form, compiled = answer.response_format, None
-        if form is not None:
-            compiled = self._compiler.compile(form, answer.tenant).result()
-        grammar = MatchedGrammar(self._compiler.matcher(compiled, answer.thoughts))
-        start = len(request.prompt_token_ids) - answer.num_resumed
+        compiled = None if form is None else self._compiler.compile(form, tenant).result()
+        grammar = MatchedGrammar(self._compiler.matcher(compiled, thoughts))
+        start = len(request.prompt_token_ids) - num_resumed
         if not grammar.accept_tokens(request.request_id, request.prompt_token_ids[start:]):
             raise ValueError("the answer so far does not follow its grammar")
         return grammar

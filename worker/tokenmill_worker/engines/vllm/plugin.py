@@ -20,7 +20,7 @@ import msgspec
 from tokenmill_schemas.generation import ResponseFormat
 from tokenmill_worker.contract.requests import Thoughts
 from tokenmill_worker.engines.own.errors import why
-from tokenmill_worker.parent_death import end_with
+from tokenmill_worker.system.parent_death import end_with
 
 # Set by the engine process: the plugin does nothing elsewhere, as under `vllm serve`. Its value is
 # a folder of notes for the engine process.
@@ -31,7 +31,7 @@ BURST_S: Final = 10.0  # an error that follows another within this time is its c
 
 
 class BoundAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What binds one answer, as it travels to the engine core."""
+    """Holds what binds one answer, as it travels to the engine core."""
 
     response_format: ResponseFormat | None = None
     thoughts: Thoughts | None = None
@@ -64,7 +64,7 @@ def install() -> None:
     def create(self: Any, request: Any) -> Any:
         answer = msgspec.json.decode(request.sampling_params.extra_args[EXTRA], type=BoundAnswer)
         try:
-            return self.of_tokenmill.matched(request, answer)
+            return self.of_tokenmill.matched(request, *msgspec.structs.astuple(answer)[:4])
         except Exception as error:
             _note(answer.key).write_text(str(error), "utf-8")
             raise

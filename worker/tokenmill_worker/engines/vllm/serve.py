@@ -26,7 +26,7 @@ from tokenmill_worker.engines.frames import FrameSender
 from tokenmill_worker.engines.own.errors import lacks_memory, why
 from tokenmill_worker.engines.vllm import plugin
 from tokenmill_worker.engines.vllm.config import VllmConfig
-from tokenmill_worker.private_directory import private_directory
+from tokenmill_worker.system.private_directory import private_directory
 
 if TYPE_CHECKING:
     from tokenmill_worker.engines.vllm.adapter import Adapter

@@ -30,7 +30,7 @@ from tokenmill_worker.engines.own.sampling.grammar.messages import (
     send,
 )
 from tokenmill_worker.engines.own.sampling.grammar.sources import sentence
-from tokenmill_worker.parent_death import end_with
+from tokenmill_worker.system.parent_death import end_with
 
 _LIFE_S: Final = 1.0  # CPU seconds of a process; one that has worked long may hold much memory
 _FAULT: Final = "invalid_request"
