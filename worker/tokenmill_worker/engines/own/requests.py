@@ -299,7 +299,8 @@ class RequestTracker:
 
     def _waits_for_blocks(self, needs: Prerequisites, sequences: list[Sequence]) -> bool:
         """Begin to read blocks from the disk; return False if there is nothing to wait for."""
-        blocks = read_ahead(self._scheduler.kv, sequences)
+        kv = self._scheduler.kv
+        blocks = None if kv.tier.disk is None else read_ahead(kv, sequences)
         if blocks is not None:
             self._pending.add(replace(needs, blocks=blocks), sequences)
         return blocks is not None
