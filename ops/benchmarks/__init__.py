@@ -6,7 +6,6 @@ A command is a module of this package with two functions:
     run(arguments: argparse.Namespace) -> dict[str, object]
 
 `run` prints a report for people and returns what `--json FILE` writes: figures as
-`{"results": {group: {case: {figure: value}}}}`, a group for each printed table, and those of each
-round as "rounds". If it sets "ok" to False, the exit status is 1. To add a command, write the
-module and name it in COMMANDS of `__main__.py`.
+`{"results": {group: {case: {figure: value}}}}`, a group for each printed table. If it sets "ok" to
+False, the exit status is 1. COMMANDS of `__main__.py` names each command.
 """

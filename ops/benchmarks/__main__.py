@@ -8,12 +8,10 @@ import importlib
 import json
 import os
 import platform
-import signal
 import sys
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
 
 COMMANDS = {
     "engine": "the bare engine: tokens/s and first tokens, beside --peer NAME",
@@ -34,48 +32,38 @@ def main(arguments: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: ops/bench COMMAND …, ops/bench COMMAND --help\n\n{listing}")
         return 0 if argv else 2
-    name = argv[0]
+    name, *rest = argv
     if name not in COMMANDS:
         print(f"ops/bench: no command {name}; there are:\n{listing}", file=sys.stderr)
         return 2
     module = _load(name)
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    parser = argparse.ArgumentParser(prog=f"ops/bench {name}", description=COMMANDS[name])
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
+    module.add_arguments(parser)
+    options = parser.parse_args(rest)
+    here = machine()
+    print(f"{here['cpu']}, {here['cores']} cores, Python {here['python']}")
+    head = {"command": name, "arguments": rest, "machine": here, "at": time.time()}
+    options.keep = lambda partial: _write(options.json, {**head, **partial})
     try:
-        return _run(module, name, argv[1:])
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        result = module.run(options)
+    except KeyboardInterrupt:
+        print("ops/bench: interrupted", file=sys.stderr)
+        return 130
+    options.keep(result)
+    return 0 if result.get("ok", True) else 1
 
 
 def _load(name: str) -> ModuleType:
     return importlib.import_module(f"ops.benchmarks.commands.{name}")
 
 
-def _run(module: ModuleType, name: str, argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog=f"ops/bench {name}", description=COMMANDS[name])
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
-    module.add_arguments(parser)
-    options = parser.parse_args(argv)
-    here = machine()
-    print(f"{here['cpu']}, {here['cores']} cores, Python {here['python']}")
-    head = {"command": name, "arguments": argv, "machine": here, "at": time.time()}
-    options.keep = lambda partial: _write(options.json, {**head, **partial})
-    try:
-        result = module.run(options)
-        _write(options.json, {**head, **result})
-    except KeyboardInterrupt:
-        print("ops/bench: interrupted", file=sys.stderr)
-        return 130
-    return 0 if result.get("ok", True) else 1
-
-
-def _write(target: str | None, record: dict[str, object]) -> None:
+def _write(path: Path | None, record: dict[str, object]) -> None:
     """Replace the file atomically, so that an interrupted run leaves a complete file."""
-    if target is None:
-        return
-    path = Path(target)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    beside.replace(path)
+    if path is not None:
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        beside.replace(path)
 
 
 def machine() -> dict[str, object]:
@@ -88,10 +76,6 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "system": platform.platform(),
     }
-
-
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

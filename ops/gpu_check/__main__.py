@@ -23,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--form",
         choices=FORMS,
         default="first",
-        help="first: kernels, tests, families, one model; speed: two models, a peer; "
-        "variants: common prefixes, settings; way: the whole service",
+        help="first: kernels, tests, families, one model; speed: two models; "
+        "variants: common prefixes; way: the whole service",
     )
     parser.add_argument("--dry", action="store_true", help="every stage, tiny, on a CPU")
     options = parser.parse_args(arguments)

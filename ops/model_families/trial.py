@@ -24,10 +24,11 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
+from ops.benchmarks.measure.generation import generate
 from ops.model_families import small
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own.config import EngineConfig, EngineConfigError
+from tokenmill_worker.engines.own.engine import Engine
 
 TrialOutcome = Literal["equal", "refused", "wrong", "crashed", "not built"]
 
@@ -149,10 +150,10 @@ def _answers(folder: Path, wanted: list[_Wanted], changes: dict[str, Any]) -> li
         "max_model_len": small.MAX_LENGTH, "num_blocks": 80,
         "max_num_seqs": 4, "max_num_batched_tokens": 20, "long_prefill_token_threshold": 8,
     }  # fmt: skip
-    with CollectingEngine.load(EngineConfig(**{**settings, **changes})) as engine:
-        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-        outputs = engine.generate_batch([one.prompt for one in wanted], params)
-        return [list(output.token_ids) for output in outputs]
+    engine = Engine.load(EngineConfig(**{**settings, **changes}))
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    answers = generate(engine, [one.prompt for one in wanted], [params] * len(wanted))
+    return [answer.token_ids for answer in answers.values()]
 
 
 def _compare(wanted: list[_Wanted], answers: list[list[int]]) -> tuple[TrialOutcome, str]:

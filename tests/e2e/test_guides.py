@@ -20,7 +20,7 @@ import pytest
 import typer
 
 from ops.benchmarks import __main__ as bench
-from ops.benchmarks.compare.comparison import PEERS
+from ops.benchmarks.commands.engine import PEERS
 from tests.support.pages import GUIDES, ROOT, at, blocks, python_of
 from tests.support.two_choices import TEXTS, read_two_choices
 from tests.support.worker import client_of, database_url, running_worker

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ops.benchmarks.compare import comparison
+from ops.benchmarks.commands import engine
 from ops.benchmarks.measure.figures import Arrivals
-from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
+from ops.benchmarks.measure.workloads import Workload, WorkloadRequest
 from ops.benchmarks.peers.service import ReceivedTokens
 
 WORKLOAD = Workload(
@@ -48,11 +48,11 @@ ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 def measured(tmp_path: Path, name: str, model: str, *, kills: bool) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
-    comparison.add_arguments(parser)
+    engine.add_options(parser)
     arguments = parser.parse_args(["--rounds", "1", "--model", model, "--pool-tokens", "4096"])
     arguments.keep = lambda record: (tmp_path / "kept.json").write_text(json.dumps(record))
     arguments.logs, arguments.kills = tmp_path, kills
-    record = comparison.compare(arguments, [name], [WORKLOAD])
+    record = engine.compare(arguments, [name], [WORKLOAD])
     assert "error" not in record, record["error"]
     assert json.loads((tmp_path / "kept.json").read_text())["results"] == record["results"]
     figures: dict[str, Any] = record["results"]["letters"][name]
@@ -75,7 +75,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.slow
 @pytest.mark.redis
 def test_the_service_loses_and_repeats_no_token_when_its_parts_die(tmp_path: Path) -> None:
-    found = measured(tmp_path, comparison.WHOLE_WAY, "synthetic?step_ms=20", kills=True)
+    found = measured(tmp_path, engine.WHOLE_WAY, "synthetic?step_ms=20", kills=True)
     assert set(found["kills"]) == {"worker", "engine process"}
     assert (found["lost"], found["repeated"]) == (0, 0)
     assert all(kill["pause_s"] > 0 for kill in found["kills"].values())
@@ -86,7 +86,7 @@ def test_the_service_loses_and_repeats_no_token_when_its_parts_die(tmp_path: Pat
 def test_a_loop_before_a_server_repeats_answers_when_its_parts_die(
     tmp_path: Path, served: str
 ) -> None:
-    found = measured(tmp_path, comparison.SERVED_VLLM, served, kills=True)
+    found = measured(tmp_path, engine.SERVED_VLLM, served, kills=True)
     assert found["output_tok_s"] > 0
     assert set(found["kills"]) == {"worker", "server"}
     assert found["lost"] == 0
@@ -96,7 +96,7 @@ def test_a_loop_before_a_server_repeats_answers_when_its_parts_die(
 @pytest.mark.slow
 @pytest.mark.redis
 def test_celery_before_a_server_serves_the_jobs(tmp_path: Path, served: str) -> None:
-    found = measured(tmp_path, comparison.CELERY, served, kills=False)
+    found = measured(tmp_path, engine.CELERY, served, kills=False)
     assert found["output_tok_s"] > 0 < found["ttft_p50_ms"]
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from ops.benchmarks.__main__ import main
-from ops.benchmarks.compare.rounds import Measurement
 from ops.benchmarks.gpu.models import random_model
 from ops.benchmarks.gpu.whole_way import saved, shares
 from ops.benchmarks.measure.protocol import Round
+from ops.benchmarks.measure.rounds import Measurement
 from ops.benchmarks.measure.step_floor import SHAPES
-from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
+from ops.benchmarks.measure.workloads import Workload, WorkloadRequest
 from tests.ops.test_bench_gpu import TINY
 from tokenmill_worker.text.tokenizer import Tokenizer
 

@@ -1,29 +1,19 @@
-"""The benchmarks' own parts: workload files, figures, the protocol with measured engines, the
+"""The benchmarks' own parts: workloads, figures, the protocol with measured engines, the
 command line.
 """
 
-import json
 import math
-import stat
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ops.benchmarks.__main__ import main
-from ops.benchmarks.measure.figures import (
-    Arrivals,
-    alternate,
-    medians,
-    of_round,
-    percentile,
-)
+from ops.benchmarks.measure.figures import Arrivals, medians, percentile
 from ops.benchmarks.measure.protocol import EngineOptions, Round
-from ops.benchmarks.measure.workload_files import SHAPES, Workload, WorkloadRequest, generate, load
-from ops.benchmarks.peers import environments
+from ops.benchmarks.measure.rounds import of_round
+from ops.benchmarks.measure.workloads import SHAPES, Workload, WorkloadRequest, generate
 from ops.benchmarks.peers.child import Child, ChildError
-from ops.benchmarks.peers.environments import VLLM_PACKAGE, BuildError, vllm_python
 
 SMALL = Workload("small", (WorkloadRequest((1, 2, 3), 4), WorkloadRequest((4,), 2)))
 
@@ -62,28 +52,6 @@ class TestWorkloads:
         for name in SHAPES:
             assert generate(name) == generate(name)
 
-    def test_a_workload_file_is_read(self, tmp_path: Path) -> None:
-        rows = [{"prompt": [1, 2, 3], "max_tokens": 4}, {"prompt": [4], "max_tokens": 2}]
-        (tmp_path / "small.json").write_text(json.dumps({"requests": rows}))
-        assert load(tmp_path / "small.json") == SMALL
-
-    @pytest.mark.parametrize(
-        "text",
-        [
-            "",
-            "[]",
-            "{}",
-            '{"requests": []}',
-            '{"requests": [{"prompt": [], "max_tokens": 1}]}',
-            "{'a'}",
-        ],
-    )
-    def test_an_invalid_workload_file_is_refused(self, tmp_path: Path, text: str) -> None:
-        path = tmp_path / "bad.json"
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"bad\.json"):
-            load(path)
-
 
 class TestFigures:
     def test_a_percentile_is_interpolated(self) -> None:
@@ -103,18 +71,6 @@ class TestFigures:
         assert figures["prompt_tok_s"] == 2.0
         assert figures["ttft_p50_ms"] == pytest.approx(1000.0)
         assert figures["places_used"] == 0.75
-
-    def test_cases_are_measured_in_alternating_order(self) -> None:
-        order: list[tuple[str, int]] = []
-
-        def measure(case: str, number: int) -> dict[str, float]:
-            order.append((case, number))
-            return {"x": float(number)}
-
-        assert alternate(["a", "b"], 2, measure) == {
-            case: [{"x": 0.0}, {"x": 1.0}] for case in "ab"
-        }
-        assert order == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
 
     def test_medians_cover_figures_of_every_round_only(self) -> None:
         rounds = [{"x": 1.0, "of two rounds": 5.0}, {"x": 4.0}, {"x": 2.0, "of two rounds": 6.0}]
@@ -143,7 +99,7 @@ class TestChildren:
 
     MODULE = """
 import sys
-from ops.benchmarks.measure.protocol import MeasuredEngine, Round, serve
+from ops.benchmarks.measure.protocol import MeasuredEngine, Round
 
 class Parrot(MeasuredEngine):
     description = "repeats its options"
@@ -161,8 +117,6 @@ class Parrot(MeasuredEngine):
         return {"lost": len(requests), "repeated": len(part), "pause_s": 0.5}
     def close(self):
         print("closed in order")
-
-serve(Parrot)
 """
 
     @pytest.fixture
@@ -170,13 +124,13 @@ serve(Parrot)
         (tmp_path / "parrot.py").write_text(self.MODULE)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         log = tmp_path / "log"
-        return lambda model: Child("parrot", "parrot", EngineOptions(model), log)
+        return lambda model: Child("parrot", "parrot:Parrot", EngineOptions(model), log)
 
     def test_a_measured_child_answers_and_ends(
         self, start: Callable[[str], Child], tmp_path: Path
     ) -> None:
         child = start("any")
-        child.wait_ready(lambda _: None)
+        child.wait_ready()
         assert child.description == "repeats its options"
         assert child.run(SMALL).tokens == [[1, 2, 3], [4]]
         assert child.parts == ["beak"]
@@ -191,54 +145,13 @@ serve(Parrot)
     def test_a_child_s_error_becomes_a_sentence(self, start: Callable[[str], Child]) -> None:
         child = start("none")
         with pytest.raises(ChildError, match="there is no such model"):
-            child.wait_ready(lambda _: None)
+            child.wait_ready()
         child.close()
         child = start("any")
-        child.wait_ready(lambda _: None)
+        child.wait_ready()
         with pytest.raises(ChildError, match="it broke"):
             child.run(Workload("bad", (WorkloadRequest((1,), 99),)))
         child.close()
-
-
-class TestPeerEnvironments:
-    @pytest.fixture
-    def peers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        monkeypatch.setattr(environments, "PEERS", tmp_path)
-        monkeypatch.delenv("VLLM_PYTHON", raising=False)
-        return tmp_path
-
-    def test_a_finished_environment_is_used_without_building(self, peers: Path) -> None:
-        (peers / "vllm").mkdir()
-        (peers / "vllm" / ".finished").write_text(VLLM_PACKAGE)
-        assert vllm_python(lambda _: None) == peers / "vllm" / "bin" / "python"
-        assert not (peers / "vllm-build.log").exists()
-
-    def test_an_environment_that_a_variable_names_is_used_without_building(
-        self, peers: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("VLLM_PYTHON", "/opt/vllm/bin/python")
-        assert vllm_python(lambda _: None) == Path("/opt/vllm/bin/python")
-        assert list(peers.iterdir()) == []
-
-    def test_a_failed_pip_is_an_error_of_one_sentence(
-        self, peers: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        python = peers / "python"
-        python.write_text("#!/bin/sh\necho 'ERROR: no wheel for this machine'; exit 1")
-        python.chmod(python.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setattr(sys, "executable", str(python))
-        with pytest.raises(BuildError, match=r"ERROR: no wheel .*vllm-build\.log"):
-            vllm_python(lambda _: None)
-        assert not (peers / "vllm" / ".finished").exists()
-
-    def test_vllm_s_requirements_are_read_without_unneeded_packages(self, tmp_path: Path) -> None:
-        """The names come in every form that metadata may have."""
-        python = tmp_path / "python"
-        lines = ("torch==2.13.0; platform_machine == 'x86_64'", "TorchVision", "six",
-                 "Outlines_Core>=0.2", "boto3; extra == 's3'")  # fmt: skip
-        python.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(lines) + "\nEND\n")
-        python.chmod(python.stat().st_mode | stat.S_IXUSR)
-        assert environments._requirements(python) == ["six", "Outlines_Core>=0.2"]
 
 
 class TestCommandLine:
@@ -252,8 +165,9 @@ class TestCommandLine:
         assert main(["nonsense"]) == 2
         assert "no command nonsense" in capsys.readouterr().err
 
-    def test_a_missing_workload_is_one_sentence_and_status_1(
-        self, capsys: pytest.CaptureFixture[str]
+    def test_an_environment_that_nothing_names_is_one_sentence_and_status_1(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert main(["engine", "--workload", "/nowhere.json"]) == 1
-        assert "nowhere.json" in capsys.readouterr().out
+        monkeypatch.delenv("VLLM_PYTHON", raising=False)
+        assert main(["service", "--engine", "vllm"]) == 1
+        assert "VLLM_PYTHON names no Python" in capsys.readouterr().out

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from ops.benchmarks.measure.figures import of_round
 from ops.benchmarks.measure.protocol import EngineOptions
-from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
+from ops.benchmarks.measure.rounds import of_round
+from ops.benchmarks.measure.workloads import Workload, WorkloadRequest
 from ops.benchmarks.peers.ours import Tokenmill
-from ops.benchmarks.peers.static_batching import StaticBatching
+from ops.benchmarks.peers.transformers_engines import StaticBatching
 from tests.engines.own.truth import tiny_models
 
 REQUESTS = tuple(

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 from ops.benchmarks.__main__ import main
-from ops.benchmarks.simulation import costs
-from ops.benchmarks.simulation.queue_load import (
+from ops.benchmarks.commands.simulate import (
     ANSWERS,
     MIXES,
+    OVERHEAD_S,
+    SHAPE,
     Mix,
     ScriptCosts,
     mean_answer,
     server_s,
+    step_s,
     tokens_s,
 )
 from tokenmill_worker.publish.chunker import MOST_TOGETHER
@@ -23,18 +25,18 @@ from tokenmill_worker.queue.consumer import MAX_AT_ONCE
 
 class TestCosts:
     def test_a_single_decode_reads_the_weights_once(self) -> None:
-        weights = 2 * costs.SHAPE.num_weights / (0.85 * 4.8e12)
-        assert costs.seconds(1, 1, 1, 1) == pytest.approx(costs.OVERHEAD_S + weights, rel=1e-3)
+        weights = 2 * SHAPE.num_weights / (0.85 * 4.8e12)
+        assert step_s(1, 1, 1, 1) == pytest.approx(OVERHEAD_S + weights, rel=1e-3)
 
     def test_long_prefills_are_bound_by_operations(self) -> None:
-        body = costs.SHAPE.num_weights - 4096 * 128_256
+        body = SHAPE.num_weights - 4096 * 128_256
         head_s = 2 * 4096 * 128_256 / (0.85 * 4.8e12)
-        assert costs.seconds(8192, 1, 0, 0) == pytest.approx(
-            costs.OVERHEAD_S + 8192 * 2 * body / (0.65 * 989e12) + head_s
+        assert step_s(8192, 1, 0, 0) == pytest.approx(
+            OVERHEAD_S + 8192 * 2 * body / (0.65 * 989e12) + head_s
         )
 
     def test_keys_and_values_are_read_by_bandwidth(self) -> None:
-        few, many = (costs.seconds(64, 64, 64 * each, 64 * each) for each in (1000, 2000))
+        few, many = (step_s(64, 64, 64 * each, 64 * each) for each in (1000, 2000))
         assert many - few == pytest.approx(64 * 1000 * 131_072 / (0.85 * 4.8e12))
 
 
@@ -44,8 +46,8 @@ class TestQueueLoad:
 
     def test_a_device_gives_a_token_to_each_place_in_a_step(self) -> None:
         lone = Mix(prompt_tokens=0, context=220, num_sequences=64)
-        step_s = costs.seconds(64, 64, 64 * 220, 64 * 220)
-        assert tokens_s(lone) == pytest.approx(64 / step_s)
+        a_step_s = step_s(64, 64, 64 * 220, 64 * 220)
+        assert tokens_s(lone) == pytest.approx(64 / a_step_s)
         assert tokens_s(replace(lone, prompt_tokens=64)) < tokens_s(lone), "prompts take time too"
 
     def test_tokens_share_chunks_on_a_full_server(self) -> None:

@@ -1,5 +1,1 @@
-"""The commands of `ops/bench`, one module each.
-
-Belongs here: what a benchmark runs and prints. Measuring tools belong to `measure`, `compare` and
-`gpu`.
-"""
+"""The commands of `ops/bench`, one module each: what a benchmark runs and prints."""

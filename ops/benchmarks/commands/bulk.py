@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing
 
 from rich.console import Console
 
@@ -25,6 +24,7 @@ from ops.benchmarks.measure.tables import show
 from ops.demonstration.stack import DemoStack
 from tokenmill import Client
 from tokenmill.bulk import open_store
+from tokenmill_worker.local.child_process import GuardedProcess
 
 COLUMNS = {
     "jobs": ("jobs", "{:.0f}"),
@@ -55,32 +55,47 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         title = f"{arguments.lines:,} lines of {arguments.templates} templates, shuffled"
         show(Console(), title, cases, COLUMNS)
         return {"results": {"templates": cases}}
-    with DemoStack(arguments.model, "bench") as stack:
+    with DemoStack(arguments.model, "bench") as stack, ExitStack() as undo:
         stack.start(lambda _: None)
-        _interactive(stack, arguments, count=5)  # warm up
-        cases = {"jobs alone": _interactive(stack, arguments, arguments.jobs)}
-        with _bulk_file(stack, arguments) as bulk:
-            before, since = bulk.first_tokens(), time.monotonic()
-            beside = cases["both"] = _interactive(stack, arguments, arguments.jobs)
-            beside["tokens_s"] = (bulk.tokens() - before) / (time.monotonic() - since)
-            if not bulk.is_running():
-                print("the file ended before the interactive jobs did: give it more lines")
-            before, since = bulk.tokens(), time.monotonic()
-            time.sleep(arguments.rest)
-            rest = (bulk.tokens() - before) / (time.monotonic() - since)
-            if bulk.is_running():
-                cases["the file alone"] = {"tokens_s": rest}
+        database = stack.database_url
+        client = undo.enter_context(Client(stack.redis_url, queue=stack.queue, database=database))
+        _interactive(client, arguments, count=5)  # warm up
+        cases = {"jobs alone": _interactive(client, arguments, arguments.jobs)}
+        bulk = undo.enter_context(closing(_BulkFile(stack, client, arguments)))
+        before, since = bulk.first_tokens(), time.monotonic()
+        beside = cases["both"] = _interactive(client, arguments, arguments.jobs)
+        beside["tokens_s"] = (bulk.tokens() - before) / (time.monotonic() - since)
+        if not bulk.is_running:
+            print("the file ended before the interactive jobs did: give it more lines")
+        before, since = bulk.tokens(), time.monotonic()
+        time.sleep(arguments.rest)
+        rest = (bulk.tokens() - before) / (time.monotonic() - since)
+        if bulk.is_running:
+            cases["the file alone"] = {"tokens_s": rest}
     title = f"interactive jobs beside a file of {arguments.lines:,} lines"
     show(Console(), title, cases, COLUMNS)
     return {"results": {"bulk": cases}}
 
 
 class _BulkFile:
-    def __init__(self, process: subprocess.Popen[bytes], client: Client) -> None:
-        self._process, self._store = process, open_store(client)
+    """`tokenmill bulk run` in a process of its own, as a user would start it."""
 
+    def __init__(self, stack: DemoStack, client: Client, arguments: argparse.Namespace) -> None:
+        self._store = open_store(client)
+        source, limits = stack.directory / "in.jsonl", {"max_tokens": arguments.bulk_tokens}
+        with source.open("w") as file:
+            for number in range(arguments.lines):
+                body = {"model": arguments.model, "prompt": f"Number {number} is", **limits}
+                line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
+                file.write(json.dumps({**line, "body": body}) + "\n")
+        command = [sys.executable, "-m", "tokenmill.cli", "bulk", "run", str(source)]
+        command += ["-o", str(stack.directory / "out.jsonl"), "--redis-url", stack.redis_url]
+        command += ["--queue", stack.queue, "--database-url", stack.database_url]
+        self._process = GuardedProcess(command)
+
+    @property
     def is_running(self) -> bool:
-        return self._process.poll() is None
+        return self._process.is_alive
 
     def tokens(self) -> int:
         """Return the output tokens of the file so far; the count lags by up to a second."""
@@ -91,52 +106,26 @@ class _BulkFile:
         """Wait for the first answers, and return their tokens."""
         until = time.monotonic() + 120
         while not (tokens := self.tokens()):
-            if not self.is_running() or time.monotonic() > until:
+            if not self.is_running or time.monotonic() > until:
                 raise RuntimeError("the bulk file has no answers")
             time.sleep(0.2)
         return tokens
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self._process.end(signal.SIGKILL)
         self._store.close()
 
 
-@contextmanager
-def _bulk_file(stack: DemoStack, arguments: argparse.Namespace) -> Iterator[_BulkFile]:
-    """Run `tokenmill bulk run` in a process of its own, as a user would; kill it at the end."""
-    source, limits = stack.directory / "in.jsonl", {"max_tokens": arguments.bulk_tokens}
-    with source.open("w") as file:
-        for number in range(arguments.lines):
-            body = {"model": arguments.model, "prompt": f"Number {number} is", **limits}
-            line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
-            file.write(json.dumps({**line, "body": body}) + "\n")
-    command = [sys.executable, "-m", "tokenmill.cli", "bulk", "run", str(source)]
-    command += ["-o", str(stack.directory / "out.jsonl"), "--redis-url", stack.redis_url]
-    command += ["--queue", stack.queue, "--database-url", stack.database_url]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    with Client(stack.redis_url, queue=stack.queue, database=stack.database_url) as client:
-        bulk = _BulkFile(process, client)
-        try:
-            yield bulk
-        finally:
-            bulk.close()
-
-
-def _interactive(stack: DemoStack, arguments: argparse.Namespace, count: int) -> dict[str, float]:
+def _interactive(client: Client, arguments: argparse.Namespace, count: int) -> dict[str, float]:
     """Run jobs one after the other, and return their figures."""
     first_ms = []
     fields = {"max_tokens": arguments.tokens, "ignore_eos": True, "priority": "interactive"}
-    with Client(stack.redis_url, queue=stack.queue) as client:
-        for number in range(count):
-            began = time.monotonic()
-            job = client.submit(prompt=f"Question {number}:", **fields)
-            next(chunk for chunk in client.stream(job, timeout=300) if chunk.token_ids)
-            first_ms.append((time.monotonic() - began) * 1000)
-            client.result(job, timeout=300)
-            time.sleep(arguments.pause)
-    return {
-        "jobs": float(count),
-        "first_ms_p50": percentile(first_ms, 0.5),
-        "first_ms_p99": percentile(first_ms, 0.99),
-    }
+    for number in range(count):
+        began = time.monotonic()
+        job = client.submit(prompt=f"Question {number}:", **fields)
+        next(chunk for chunk in client.stream(job, timeout=300) if chunk.token_ids)
+        first_ms.append((time.monotonic() - began) * 1000)
+        client.result(job, timeout=300)
+        time.sleep(arguments.pause)
+    p50, p99 = (percentile(first_ms, share) for share in (0.5, 0.99))
+    return {"jobs": float(count), "first_ms_p50": p50, "first_ms_p99": p99}

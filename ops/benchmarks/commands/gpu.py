@@ -4,11 +4,9 @@ The models have well-known shapes and random weights.
 
 The ceilings (bytes per second, operations per second) are measured in the same run. The floor of a
 step is the sum of what each product and attention must take by them, counted from the model's
-shapes. The most important measurements come first: for every model, decode by batch size, one long
-prefill and drawn tokens. Then follow, for every model, 8-bit keys and values, the attention
-backends, and the engine without graphs or running ahead. The record is written after every
-measurement and names what `--limit` left no time for, so an interrupted run keeps all that it
-measured.
+shapes. For every model: decode by batch size, one long prefill, drawn tokens, and decode with keys
+and values in 8 bits. The record is written after every measurement and names what `--limit` left no
+time for, so an interrupted run keeps all that it measured.
 
 `--part way` measures the whole service (Valkey, log, pub/sub, SQL) beside the bare engine, with as
 many streams as the largest batch. It needs the packages of worker and client too.
@@ -22,20 +20,18 @@ transformers, rich and msgspec runs it without an installation of ours:
 import argparse
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from ops.benchmarks.gpu.measures import EngineMeasures, configure, engine_of
-from ops.benchmarks.gpu.models import describe, forget, fused_modules, random_model
+from ops.benchmarks.gpu.models import describe, forget, random_model
 from ops.benchmarks.gpu.session import Session
 from ops.benchmarks.measure.step_floor import SHAPES
 from ops.benchmarks.measure.tables import show
 from tokenmill_worker.engines.own.model.loader import LoadedModel
 
-PAGED_BLOCK = 256  # block size that FlashAttention 2 requires
 COLUMNS = {
     "tokens_s": ("tokens/s", "{:,.0f}"),
     "ms": ("ms", "{:.2f}"),
@@ -43,61 +39,41 @@ COLUMNS = {
     "share_of_engine": ("engine's share", "{:.1%}"),
     "of_all": ("of all", "{:.1%}"),
 }
-# What the part `settings` measures: one setting changed at a time.
-CHANGES: dict[str, dict[str, Any]] = {
-    "8-bit keys and values": {"kv_dtype": "float8_e4m3fn"},
-    "attention triton": {"attention": "triton"},
-    "attention flash": {"attention": "flash", "block_size": PAGED_BLOCK},
-    "attention reference": {"attention": "reference"},
-    "without graphs": {"cuda_graphs": False},
-    "without running ahead": {"async_batching": False},
-    "without either": {"cuda_graphs": False, "async_batching": False},
-}
-
-
-Wanted = tuple[str] | tuple[str, int]  # a measurement of a EngineMeasures, and its batch
+EIGHT_BITS = {"kv_dtype": "float8_e4m3fn"}  # keys and values
+Wanted = tuple[str] | tuple[str, int]  # a measurement of EngineMeasures, and its batch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--shape", action="append", choices=SHAPES, help="repeatable; default: llama-3-8b, qwen3-4b"
-    )
-    parser.add_argument(
-        "--batch", action="append", type=int, help="of decode; repeatable; default: 1, 32, 128, 256"
-    )
+    both, many = "repeatable; default: llama-3-8b, qwen3-4b", "repeatable; default: 1, 32, 128, 256"
+    parser.add_argument("--shape", action="append", choices=SHAPES, help=both)
+    parser.add_argument("--batch", action="append", type=int, help=many)
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of the long prompt")
     parser.add_argument("--context", type=int, default=512, help="tokens of each decoding sequence")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument(
         "--part",
         action="append",
-        choices=("model", "settings", "way"),
-        help="model: the default settings; settings: one changed at a time; way: the whole service "
-        "(Valkey, log, pub/sub, SQL) beside the engine; repeatable; default: all but way",
+        choices=("model", "way"),
+        help="model: the engine; way: the whole service (Valkey, log, pub/sub, SQL) beside it; "
+        "repeatable; default: model",
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=2, help="of the whole service")
-    parser.add_argument(
-        "--limit",
-        type=float,
-        default=540.0,
-        help="seconds after which nothing more is begun or waited for",
-    )
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds; then nothing is begun")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         console.print(
-            "ops/bench gpu: torch sees no CUDA device (--device cpu --shape tiny runs the same "
-            "code)"
+            "ops/bench gpu: torch sees no CUDA device (--device cpu --shape tiny: on a CPU)"
         )
         return {"ok": False, "error": "no CUDA device"}
     options.batch = options.batch or [1, 32, 128, 256]
     session = Session(options, console)
-    parts = {"model": measure, "settings": vary, "way": serve}
-    for what in options.part or ("model", "settings"):
+    parts = {"model": measure, "way": serve}
+    for what in options.part or ("model",):
         for name in options.shape or ["llama-3-8b", "qwen3-4b"]:
             session.attempt(name, what, partial(parts[what], name, session))
             forget()
@@ -106,26 +82,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(name: str, session: Session) -> None:
-    """Measure the engine with its default settings."""
-    batches = session.options.batch
-    wanted = [*_decodes(*batches), ("prefill",), ("drawn", max(batches))]
-    measure_case(name, session, _load(name, session), "default", {}, wanted)
-
-
-def vary(name: str, session: Session) -> None:
-    """Measure the same model with one thing changed at a time."""
-    batches = sorted(session.options.batch)
-    middle, largest = batches[len(batches) // 2], batches[-1]
-    loaded = _load(name, session)
-    for change, settings in CHANGES.items():
-        wanted = _decodes(middle, largest) if "kv_dtype" in settings else _decodes(middle)
-        if "attention" in settings:
-            wanted.append(("prefill",))
-        measure_case(name, session, loaded, change, settings, wanted)
-
-
-def _decodes(*batches: int) -> list[Wanted]:
-    return [("decode", batch) for batch in dict.fromkeys(batches)]
+    """Measure the engine with its default settings, then with keys and values in 8 bits."""
+    options, batches = session.options, sorted(session.options.batch)
+    model = random_model(SHAPES[name], options.device, session.dtype)
+    loaded = describe(model, configure(SHAPES[name], options))
+    decodes: list[Wanted] = [("decode", batch) for batch in dict.fromkeys(options.batch)]
+    wanted = [*decodes, ("prefill",), ("drawn", batches[-1])]
+    measure_case(name, session, loaded, "default", {}, wanted)
+    halves = [one for one in decodes if one[-1] in (batches[len(batches) // 2], batches[-1])]
+    measure_case(name, session, loaded, "8-bit keys and values", EIGHT_BITS, halves)
 
 
 def serve(name: str, session: Session) -> None:
@@ -137,24 +102,14 @@ def serve(name: str, session: Session) -> None:
     with saved(random_model(shape, options.device, session.dtype), shape) as folder:
         session.tell(f"{name}: written", str(folder))
         forget()  # the two processes need the memory
-        logs = Path(options.json).parent if options.json else None
+        logs = options.json.parent if options.json else None
         session.attempt(name, "whole way", partial(compare, folder, shape, options, logs))
 
 
-def _load(name: str, session: Session) -> LoadedModel:
-    options, shape = session.options, SHAPES[name]
-    model = random_model(shape, options.device, session.dtype)
-    return describe(model, configure(shape, options))
-
-
 def measure_case(
-    name: str,
-    session: Session,
-    loaded: LoadedModel,
-    case: str,
-    settings: dict[str, Any],
+    name: str, session: Session, loaded: LoadedModel, case: str, settings: dict[str, Any],
     wanted: list[Wanted],
-) -> None:
+) -> None:  # fmt: skip
     """Measure an engine with these settings."""
     options, shape = session.options, SHAPES[name]
 
@@ -169,7 +124,6 @@ def measure_case(
                 "engine": engine.runner.info.description,
                 "graphs": (graphs.num_captured, graphs.num_replays) if graphs else (0, 0),
                 "refusal": getattr(graphs, "refusal", None),
-                "fused": fused_modules(loaded.model),
             }
 
     session.attempt(name, case, inside)

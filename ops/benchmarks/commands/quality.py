@@ -17,13 +17,16 @@ from typing import Any
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
+from ops.benchmarks.measure.generation import generate
 from ops.benchmarks.measure.tables import show
 from tokenmill_worker.engines.own import EngineConfig, EngineConfigError, SamplingParams
+from tokenmill_worker.engines.own.engine import Engine
 from tokenmill_worker.engines.own.model.model_files import resolve
 
 SOURCE = "pydoc_data.topics"
 QUANTIZATIONS = ("int8", "int4", "fp8")
+WINDOWS, LENGTH = 16, 256  # pieces of text, and tokens of each
+NUM_ANSWERED = 32  # greedy tokens after the first half of a piece
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
 COLUMNS = {
     "perplexity": ("perplexity", "{:.3f}"),
@@ -50,27 +53,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "fp8 runs on a GPU, in bfloat16"
         ),
     )
-    parser.add_argument("--windows", type=int, default=16, help="pieces of text")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a piece")
-    parser.add_argument(
-        "--answers", type=int, default=32, help="greedy tokens after the first half of a piece"
-    )
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     console = Console()
     kinds = ["float32", *options.kinds.split(",")]
     try:
-        configs = {kind: config_of(options, kind) for kind in kinds}
+        configs = {kind: config_of(options.model, kind) for kind in kinds}
     except EngineConfigError as error:
         raise SystemExit(f"ops/bench quality: {error}") from error
-    windows = text_windows(options.model, options.windows, options.length)
+    windows = text_windows(options.model, WINDOWS, LENGTH)
     measured: dict[str, Measured] = {}
     for kind, config in configs.items():
-        with console.status(f"{kind}: {len(windows)} pieces of {options.length} tokens"):
-            measured[kind] = measure(config, windows, options.answers)
+        with console.status(kind):
+            measured[kind] = measure(config, windows, NUM_ANSWERED)
     figures = {kind: _figures(one, measured["float32"]) for kind, one in measured.items()}
-    title = f"{options.model} on {len(windows)} × {options.length} tokens of {SOURCE}"
+    title = f"{options.model} on {len(windows)} × {LENGTH} tokens of {SOURCE}"
     show(console, title, figures, COLUMNS)
     return {"results": {"quality": figures}}
 
@@ -86,7 +84,7 @@ def text_windows(model: str, count: int, length: int) -> list[list[int]]:
     return [ids[start : start + length] for start in range(0, len(ids) - length + 1, step)][:count]
 
 
-def config_of(options: argparse.Namespace, kind: str) -> EngineConfig:
+def config_of(model: str, kind: str) -> EngineConfig:
     """Return the configuration that a kind stands for; raises EngineConfigError."""
     settings: dict[str, Any] = {}
     for part in [] if kind == "float32" else kind.split("+"):
@@ -96,7 +94,7 @@ def config_of(options: argparse.Namespace, kind: str) -> EngineConfig:
             settings["quantization" if part in QUANTIZATIONS else "kv_dtype"] = part
     is_on_gpu = settings.get("quantization") == "fp8"
     return EngineConfig(
-        model=options.model, max_memory_gib=1.0, max_model_len=options.length + options.answers + 1,
+        model=model, max_memory_gib=1.0, max_model_len=LENGTH + NUM_ANSWERED + 1,
         dtype="bfloat16" if is_on_gpu else "float32", device="cuda" if is_on_gpu else "cpu",
         **settings,
     )  # fmt: skip
@@ -105,12 +103,16 @@ def config_of(options: argparse.Namespace, kind: str) -> EngineConfig:
 def measure(config: EngineConfig, windows: Sequence[Sequence[int]], num_answers: int) -> Measured:
     """Score each window in a step of its own: rounded activations would differ between chunks."""
     greedy = SamplingParams(temperature=0.0, max_tokens=num_answers, ignore_eos=True)
-    with CollectingEngine.load(config) as engine:
-        scored = [engine.generate_batch([window], SCORED)[0] for window in windows]
+    engine = Engine.load(config)
+    try:
+        scored = [generate(engine, [window], [SCORED])["request-0"] for window in windows]
         engine.scheduler.reset_prefix_cache()
-        answered = engine.generate_batch([each[: len(each) // 2] for each in windows], greedy)
+        halves = [window[: len(window) // 2] for window in windows]
+        answered = generate(engine, halves, [greedy] * len(halves))
+    finally:
+        engine.stop(drain=False)
     nll = -statistics.fmean(one.logprob for each in scored for one in each.prompt_logprobs)
-    return Measured(nll, tuple(tuple(each.token_ids) for each in answered))
+    return Measured(nll, tuple(tuple(each.token_ids) for each in answered.values()))
 
 
 def _figures(one: Measured, exact: Measured) -> dict[str, float]:

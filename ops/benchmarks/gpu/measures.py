@@ -3,7 +3,8 @@
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,10 @@ import msgspec
 import torch
 
 from ops.benchmarks.gpu.ceilings import synchronise
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
+from ops.benchmarks.measure.generation import generate, submit
 from ops.benchmarks.measure.step_floor import Ceilings, Shape, Work
 from tokenmill_worker.engines.own import EngineConfig, SamplingParams
+from tokenmill_worker.engines.own.engine import Engine
 from tokenmill_worker.engines.own.execution.build import build_runner
 from tokenmill_worker.engines.own.model.loader import LoadedModel
 
@@ -47,15 +49,20 @@ def headroom(prompt_tokens: int, batch: int, budget: int) -> int:
     return -(-prompt_tokens // (budget - batch)) + SPARE
 
 
-def engine_of(loaded: LoadedModel, config: EngineConfig) -> CollectingEngine:
-    return CollectingEngine.around(build_runner(loaded, config))
+@contextmanager
+def engine_of(loaded: LoadedModel, config: EngineConfig) -> Iterator[Engine]:
+    engine = Engine.around(build_runner(loaded, config))
+    try:
+        yield engine
+    finally:
+        engine.stop(drain=False)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMeasures:
     """Measures one engine: decode by batch size and a long prefill."""
 
-    engine: CollectingEngine
+    engine: Engine
     shape: Shape
     ceilings: Ceilings
     options: argparse.Namespace
@@ -85,9 +92,7 @@ class EngineMeasures:
         once = SamplingParams(temperature=0, max_tokens=1)
         for seed in range(4):
             started = time.perf_counter()
-            self.engine.add_request(prompt_ids(self.shape, tokens, seed), once)
-            while self.engine.has_work:
-                self.engine.step()
+            generate(self.engine, [prompt_ids(self.shape, tokens, seed)], [once])
             times.append(time.perf_counter() - started)
         work = self._work(tokens, 1, tokens, tokens * (tokens + 1) // 2)
         return self._figures(tokens, statistics.median(times[1:]), work)
@@ -101,7 +106,7 @@ class EngineMeasures:
         spare = headroom(batch * count, batch, budget)
         limits = msgspec.structs.replace(params, max_tokens=self.options.steps + spare)
         prompts = [prompt_ids(self.shape, count, seed) for seed in range(batch)]
-        requests = self.engine.add_requests(prompts, limits)
+        requests = submit(self.engine, prompts, [limits] * batch)
         seen: set[str] = set()
         while len(seen) < batch:
             seen |= {event.request_id for event in self.engine.step() if event.token_ids}

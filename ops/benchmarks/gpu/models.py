@@ -5,7 +5,6 @@ The same seed gives the same weights, so two engines can each have a model of th
 
 import gc
 import tempfile
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,14 +40,6 @@ def describe(model: Any, config: EngineConfig) -> LoadedModel:
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         return describe_model(model, Path(folder), config, pick_device(config.device))
-
-
-def fused_modules(model: Any) -> dict[str, int]:
-    """Count the model's replaced modules by class name."""
-    kinds = (type(module) for module in model.modules())
-    return dict(
-        Counter(kind.__name__ for kind in kinds if kind.__module__.startswith("tokenmill_worker."))
-    )
 
 
 def forget() -> None:

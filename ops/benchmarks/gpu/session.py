@@ -12,7 +12,6 @@ import transformers
 from rich.console import Console
 
 from ops.benchmarks.gpu.ceilings import measure_ceilings
-from tokenmill_worker.engines.own import EngineConfigError
 
 
 class Session:
@@ -21,22 +20,15 @@ class Session:
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
         self.options, self._console = options, console
         self.until = time.monotonic() + options.limit
-        self._keep = getattr(options, "keep", lambda _record: None)
+        self._keep = options.keep
         self.dtype = getattr(torch, options.dtype)
         self.ceilings = measure_ceilings(torch.device(options.device), self.dtype)
         self.record: dict[str, Any] = {
-            "ok": True,
-            "device": _describe_device(options.device),
-            "ceilings": asdict(self.ceilings),
-            "results": {},
-            "left_out": {},
-        }
+            "ok": True, "device": _describe_device(options.device),
+            "ceilings": asdict(self.ceilings), "results": {}, "left_out": {},
+        }  # fmt: skip
         self._keep(self.record)
         self.tell("ceilings", self.record["ceilings"])
-
-    def keep(self, shape: str, what: str, found: Any) -> None:
-        self.record["results"].setdefault(shape, {})[what] = found
-        self._keep(self.record)
 
     def attempt(self, shape: str, what: str, work: Callable[[], Any]) -> None:
         """Run one measurement and keep its result.
@@ -50,16 +42,13 @@ class Session:
         started = time.perf_counter()
         try:
             found = work()
-        except EngineConfigError as error:  # not possible here, for example a missing backend
-            left_out[name] = str(error)
-            self.tell(f"{name} is left out", str(error))
         except Exception as error:
             self.record["ok"] = False
             left_out[name] = f"{type(error).__name__}: {error}"
             self._console.print(traceback.format_exc(), markup=False, highlight=False)
         else:
             if found is not None:
-                self.keep(shape, what, found)
+                self.record["results"].setdefault(shape, {})[what] = found
                 self.tell(f"{name} ({time.perf_counter() - started:.1f} s)", found)
         finally:
             self._keep(self.record)
@@ -78,10 +67,5 @@ def _describe_device(device: str) -> dict[str, Any]:
     if not device.startswith("cuda"):
         return {**versions, "name": device}
     properties = torch.cuda.get_device_properties(device)
-    return {
-        **versions,
-        "name": properties.name,
-        "memory_gib": properties.total_memory / 2**30,
-        "multiprocessors": properties.multi_processor_count,
-        "capability": f"{properties.major}.{properties.minor}",
-    }
+    memory_gib = properties.total_memory / 2**30
+    return {**versions, "name": properties.name, "memory_gib": memory_gib}

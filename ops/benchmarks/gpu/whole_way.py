@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ops.benchmarks.compare import comparison
+from ops.benchmarks.commands import engine
 from ops.benchmarks.gpu.measures import prompt_ids
 from ops.benchmarks.measure.step_floor import Shape
-from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
+from ops.benchmarks.measure.workloads import Workload, WorkloadRequest
 
 STEP_TOKENS = 2048  # as a worker's default on CUDA
 MEMORY = Path("/dev/shm")
@@ -59,14 +59,12 @@ def compare(
     count, half = max(options.batch), options.context // 2
     prompts = [prompt_ids(shape, half, seed) for seed in range(count)]
     streams = Workload(LOAD, tuple(WorkloadRequest(prompt, half) for prompt in prompts))
-    parser = argparse.ArgumentParser()
-    comparison.add_arguments(parser)
-    arguments = parser.parse_args(["--set", f"device={options.device}"])
-    arguments.model, arguments.dtype, arguments.rounds = str(folder), options.dtype, options.rounds
-    arguments.pool_tokens, arguments.max_sequences = count * (2 * half + 32), count
-    arguments.max_batch_tokens = STEP_TOKENS
-    arguments.keep, arguments.logs = (lambda _record: None), logs
-    record = comparison.compare(arguments, [comparison.WHOLE_WAY, comparison.OURS], [streams])
+    arguments = argparse.Namespace(
+        model=str(folder), dtype=options.dtype, rounds=options.rounds, workload=None,
+        set=[f"device={options.device}"], pool_tokens=count * (2 * half + 32),
+        max_sequences=count, max_batch_tokens=STEP_TOKENS, keep=lambda _record: None, logs=logs,
+    )  # fmt: skip
+    record = engine.compare(arguments, [engine.WHOLE_WAY, engine.OURS], [streams])
     if error := record.get("error"):
         raise RuntimeError(str(error))
     return shares(record["results"][LOAD])
@@ -78,7 +76,7 @@ def shares(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     `share_of_engine` counts while all streams run. It is left out if in a round they never did.
     `of_all` counts from the first submit to the last stream's end, SQL's commit included.
     """
-    whole, bare = results[comparison.WHOLE_WAY], results[comparison.OURS]
+    whole, bare = results[engine.WHOLE_WAY], results[engine.OURS]
     found: dict[str, Any] = {"of_all": bare["ratio"], "whole_way": whole, "bare": bare}
     if "steady_tok_s" in whole and "steady_tok_s" in bare:
         found |= {"tokens_s": whole["steady_tok_s"], "share_of_engine": bare["steady_ratio"]}

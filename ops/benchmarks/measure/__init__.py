@@ -1,3 +1,1 @@
-"""Measuring tools that know no engine: workloads, figures, scores, tables, the machine's
-disturbance.
-"""
+"""Measuring tools: workloads, rounds, figures, tables, and the floor of a step."""

@@ -1,46 +1,17 @@
-"""Computes figures from rounds: throughput, percentiles, medians, equal tokens."""
+"""Computes percentiles, medians and rates."""
 
 import itertools
 import math
 import statistics
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-
-from ops.benchmarks.measure.protocol import Round
-from ops.benchmarks.measure.workload_files import Workload
 
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Interpolate linearly between the two closest ranks; `share` is in [0, 1]."""
     return float(np.quantile(values, share)) if values else math.nan
-
-
-def of_round(workload: Workload, measured: Round) -> dict[str, float]:
-    """Compute the figures of one round.
-
-    Tokens per second count over the whole wall time, the time to the first token over all requests.
-    """
-    num_output = sum(len(tokens) for tokens in measured.tokens)
-    figures = {
-        "output_tok_s": num_output / measured.wall_s,
-        "prompt_tok_s": workload.num_prompt_tokens / measured.wall_s,
-        "wall_s": measured.wall_s,
-        "ttft_p50_ms": 1e3 * percentile(measured.first_s, 0.5),
-    }
-    if measured.steady_tok_s is not None:
-        figures["steady_tok_s"] = measured.steady_tok_s
-    if measured.batch_sizes:
-        mean, largest = statistics.fmean(measured.batch_sizes), max(measured.batch_sizes)
-        figures["places"] = largest
-        figures["places_used"] = mean / largest
-    if measured.latency_s:
-        figures["latency_p50_ms"] = 1e3 * percentile(measured.latency_s, 0.5)
-        figures["latency_p99_ms"] = 1e3 * percentile(measured.latency_s, 0.99)
-    for part, seconds in measured.cpu_s.items():
-        figures[f"cpu_{part}_us"] = 1e6 * seconds / num_output
-    return figures
 
 
 class Arrivals:
@@ -72,20 +43,6 @@ class Arrivals:
             return None
         arrivals = zip(self._times, self._counts, strict=True)
         return sum(count for now, count in arrivals if begin < now <= end) / (end - begin)
-
-
-def alternate(
-    cases: Sequence[str], rounds: int, measure: Callable[[str, int], dict[str, float]]
-) -> dict[str, list[dict[str, float]]]:
-    """Measure each case once a round; the order reverses from round to round.
-
-    Returns the figures of all rounds by case.
-    """
-    found: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
-    for number in range(rounds):
-        for case in cases if number % 2 == 0 else reversed(cases):
-            found[case].append(measure(case, number))
-    return found
 
 
 def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ops.benchmarks.measure.workload_files import Workload, WorkloadRequest
+from ops.benchmarks.measure.workloads import Workload, WorkloadRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,6 @@ class EngineOptions:
 
     model: str
     dtype: str = "float32"
-    threads: int = 0
     pool_tokens: int = 32_768
     max_batch_tokens: int = 512
     max_sequences: int = 64
@@ -34,15 +33,10 @@ class EngineOptions:
         """Return all settings of our engine, by name."""
         block_size = self.settings.get("block_size", 16)
         return {
-            "model": self.model,
-            "dtype": self.dtype,
-            "num_threads": self.threads or None,
-            "max_num_batched_tokens": self.max_batch_tokens,
-            "max_num_seqs": self.max_sequences,
-            "block_size": block_size,
-            "num_blocks": self.pool_tokens // int(str(block_size)),
-            **self.settings,
-        }
+            "model": self.model, "dtype": self.dtype, "max_num_seqs": self.max_sequences,
+            "max_num_batched_tokens": self.max_batch_tokens, "block_size": block_size,
+            "num_blocks": self.pool_tokens // int(str(block_size)), **self.settings,
+        }  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -77,35 +71,29 @@ class MeasuredEngine:
 
 
 def serve(load: Callable[[EngineOptions], MeasuredEngine]) -> None:
-    """Run the child process: load the engine, then answer each workload until the input ends.
-
-    The parent sends a workload for warming up first.
-    """
+    """Run the child process: load the engine, then answer each workload until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
     def answer(value: Mapping[str, object]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
+        print(json.dumps(value), file=answers, flush=True)
 
-    finish = ExitStack()
-    try:
-        started = time.perf_counter()
-        engine = load(EngineOptions(**json.loads(sys.stdin.readline())))
-        finish.callback(engine.close)
-        load_s = time.perf_counter() - started
-        answer({"ready": engine.description, "parts": engine.parts, "load_s": load_s})
-        for line in sys.stdin:
-            rows, part = json.loads(line)
-            requests = tuple(WorkloadRequest(tuple(row[0]), row[1]) for row in rows)
-            answer(engine.survive(requests, part) if part else asdict(engine.run(requests)))
-    except KeyboardInterrupt:
-        pass
-    except Exception as error:
-        answer({"error": f"{type(error).__name__}: {error}"})
-        raise
-    finally:
-        finish.close()
+    with ExitStack() as finish:
+        try:
+            started = time.perf_counter()
+            engine = load(EngineOptions(**json.loads(sys.stdin.readline())))
+            finish.callback(engine.close)
+            load_s = time.perf_counter() - started
+            answer({"ready": engine.description, "parts": engine.parts, "load_s": load_s})
+            for line in sys.stdin:
+                rows, part = json.loads(line)
+                requests = tuple(WorkloadRequest(tuple(row[0]), row[1]) for row in rows)
+                answer(engine.survive(requests, part) if part else asdict(engine.run(requests)))
+        except KeyboardInterrupt:
+            pass
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+            raise
 
 
 def encode(workload: Workload, part: str = "") -> str:

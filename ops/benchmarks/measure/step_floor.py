@@ -1,7 +1,6 @@
 """Counts the least time of a model's step on a device: that of what each operation must do."""
 
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,23 +17,14 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work of one step.
+    """Work of one step."""
 
-    Args:
-        tokens: rows of the layers' products.
-        sampled: rows of the head's.
-        read: tokens whose keys and values are read.
-        pairs: (query, key) pairs of each head.
-        weight_bytes: of one weight.
-        kv_bytes: of one key's or value's number.
-    """
-
-    tokens: int
-    sampled: int
-    read: int
-    pairs: int
-    weight_bytes: int = 2
-    kv_bytes: int = 2
+    tokens: int  # rows of the layers' products
+    sampled: int  # rows of the head's
+    read: int  # tokens whose keys and values are read
+    pairs: int  # (query, key) pairs of each head
+    weight_bytes: int = 2  # of one weight
+    kv_bytes: int = 2  # of one key's or value's number
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +43,6 @@ class Shape:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int = 16_384
-
-    @classmethod
-    def of(cls, config: Any) -> Self:
-        """Read the fields of a configuration of Transformers."""
-        given: dict[str, Any] = {
-            field.name: getattr(config, field.name, None) for field in fields(cls)
-        }
-        given["head_dim"] = given["head_dim"] or config.hidden_size // config.num_attention_heads
-        return cls(**given)
 
     @property
     def products(self) -> list[tuple[int, int, int]]:
@@ -82,11 +63,6 @@ class Shape:
         """Number of weights that one token is multiplied with."""
         return sum(n * k * layers for n, k, layers in self.products)
 
-    @property
-    def kv_numbers(self) -> int:
-        """Numbers that one token keeps in each layer: a key and a value a head."""
-        return 2 * self.num_key_value_heads * self.head_dim
-
     def floor_s(self, ceilings: Ceilings, work: Work) -> float:
         """Return the least time of a step: the sum of its products' and its attention's.
 
@@ -99,7 +75,7 @@ class Shape:
             layers * ceilings.seconds(n * k * work.weight_bytes, 2 * n * k * rows)
             for n, k, layers, rows in each
         )
-        kept = self.kv_numbers * work.read * work.kv_bytes
+        kept = 2 * self.num_key_value_heads * self.head_dim * work.read * work.kv_bytes
         pairs = 4 * self.num_attention_heads * self.head_dim * work.pairs
         return products_s + self.num_hidden_layers * ceilings.seconds(kept, pairs)
 

@@ -15,7 +15,8 @@ Columns = Mapping[str, tuple[str, str]]  # heading and format of each figure, in
 
 def show(console: Console, title: str, cases: Mapping[str, Figures], columns: Columns) -> None:
     """Print a table with a row for each case; figures that no case has are left out."""
-    shown = {name: column for name, column in columns.items() if _any_has(cases, name)}
+    found = {name for figures in cases.values() for name in figures}
+    shown = {name: column for name, column in columns.items() if name in found}
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("", no_wrap=True)
     for heading, _ in shown.values():
@@ -31,10 +32,6 @@ def number(value: float) -> str:
     if value >= 100_000:
         return f"{value / 1e3:,.0f}k"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _any_has(cases: Mapping[str, Figures], name: str) -> bool:
-    return any(figures.get(name) is not None for figures in cases.values())
 
 
 def _cell(value: object, spec: str) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
-from ops.benchmarks.measure.protocol import EngineOptions, serve
-from ops.benchmarks.measure.workload_files import WorkloadRequest
+from ops.benchmarks.measure.protocol import EngineOptions
+from ops.benchmarks.measure.workloads import WorkloadRequest
 from ops.benchmarks.peers.service import MeasuredService, ReceivedTokens
 from tokenmill_worker.local.valkey_server import free_port
 
@@ -87,7 +87,3 @@ class Bridge(MeasuredService):
                         del unfinished[job]
                 if not unfinished:
                     return
-
-
-if __name__ == "__main__":
-    serve(Bridge)

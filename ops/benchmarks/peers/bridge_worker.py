@@ -37,15 +37,9 @@ connection = redis.Redis(unix_socket_path=SOCKET, socket_timeout=None)
 def answer(job: str, prompt: list[int], max_tokens: int, salt: str) -> list[int]:
     """Return an answer's tokens, after they were published one by one."""
     body = {
-        "model": "model",
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-        "cache_salt": salt,
-    }
+        "model": "model", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0,
+        "ignore_eos": True, "stream": True, "return_token_ids": True, "cache_salt": salt,
+    }  # fmt: skip
     while True:
         try:
             return _posted(job, json.dumps(body))

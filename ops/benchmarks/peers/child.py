@@ -3,18 +3,18 @@
 They start together and take turns. While one works the others sleep, so they cost only memory.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ops.benchmarks.measure.protocol import EngineOptions, Round, encode
-from ops.benchmarks.measure.workload_files import Workload
+from ops.benchmarks.measure.workloads import Workload
 from tokenmill_worker.local.child_process import guarded_command
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,6 +24,7 @@ VLLM_VARIABLES = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
 }
 
 
@@ -31,23 +32,26 @@ class ChildError(RuntimeError):
     """The engine's process ended or reported an error; one sentence, and the path of its log."""
 
 
+def vllm_python() -> str:
+    """Return the Python of vLLM's environment, as the variable VLLM_PYTHON names it."""
+    if not (python := os.environ.get("VLLM_PYTHON")):
+        raise ChildError("VLLM_PYTHON names no Python that has vLLM (ops/guides/vllm.md)")
+    return python
+
+
 class Child:
-    """Process of one engine.
+    """Process of one engine, `MODULE:CLASS`, by a Python that has the packages it needs.
 
     The constructor returns at once; `wait_ready` waits until the model is loaded.
-
-    Args:
-        module: serves the engine by the protocol.
-        python: has the packages that the module needs.
     """
 
     def __init__(
         self,
         name: str,
-        module: str,
+        engine: str,
         options: EngineOptions,
         log: Path,
-        python: Path = Path(sys.executable),
+        python: str = sys.executable,
     ) -> None:
         self.name = name
         self.description, self.load_s = "", 0.0
@@ -56,23 +60,22 @@ class Child:
         folders = [str(ROOT / name) for name in ("", "worker", "schemas", "api_client")]
         path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
         variables = {**os.environ, "PYTHONPATH": path}
-        if options.threads:
-            variables["OMP_NUM_THREADS"] = str(options.threads)
         if "python" in options.settings:
-            variables |= VLLM_VARIABLES
-            last = (options.threads or os.cpu_count() or 1) - 1
-            variables["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{last}"
             # in GiB; a token of SmolLM2-135M takes 45 KiB in float32
-            variables["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, options.pool_tokens // 16_384))
+            space = str(max(1, options.pool_tokens // 16_384))
+            variables |= {**VLLM_VARIABLES, "VLLM_CPU_KVCACHE_SPACE": space}
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                guarded_command([str(python), "-m", module]),
+                guarded_command([python, "-m", "ops.benchmarks.peers", engine]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env=variables,
                 text=True,
             )
+        assert self._process.stdin is not None, "opened as a pipe"
+        assert self._process.stdout is not None, "opened as a pipe"
+        self._input, self._output = self._process.stdin, self._process.stdout
         self._send(json.dumps(asdict(options)))
 
     @property
@@ -80,8 +83,7 @@ class Child:
         """Process id at the root of the engine's process tree."""
         return self._process.pid
 
-    def wait_ready(self, waiting: Callable[[str], None]) -> None:
-        waiting(f"{self.name}: loading the model")
+    def wait_ready(self) -> None:
         answer = self._receive()
         self.description, self.load_s = answer["ready"], answer["load_s"]
         self.parts = answer["parts"]
@@ -97,29 +99,22 @@ class Child:
 
     def close(self) -> None:
         """Close the child's pipes, at which it ends; kill it if it still runs after 15 s."""
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                try:
-                    stream.close()
-                except BrokenPipeError:
-                    continue
-        deadline = time.monotonic() + 15
-        while self._process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        for stream in (self._input, self._output):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(15)
         self._process.kill()
         self._process.wait()
 
     def _send(self, line: str) -> None:
-        assert self._process.stdin is not None, "opened as a pipe"
         try:
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
+            print(line, file=self._input, flush=True)
         except BrokenPipeError:
             raise self._died() from None
 
     def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None, "opened as a pipe"
-        line = self._process.stdout.readline()
+        line = self._output.readline()
         if not line:
             raise self._died()
         answer: dict[str, Any] = json.loads(line)
@@ -129,6 +124,5 @@ class Child:
 
     def _died(self) -> ChildError:
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return ChildError(
-            f"{self.name} ended: {lines[-1] if lines else 'no output'} (its output: {self._log})"
-        )
+        said = lines[-1] if lines else "no output"
+        return ChildError(f"{self.name} ended: {said} (its output: {self._log})")

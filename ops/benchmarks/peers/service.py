@@ -20,7 +20,7 @@ import psutil
 
 from ops.benchmarks.measure.figures import Arrivals
 from ops.benchmarks.measure.protocol import MeasuredEngine, Round
-from ops.benchmarks.measure.workload_files import WorkloadRequest
+from ops.benchmarks.measure.workloads import WorkloadRequest
 from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.local.valkey_server import ValkeyServer
 
@@ -129,19 +129,17 @@ class MeasuredService(MeasuredEngine):
 
     def run(self, requests: tuple[WorkloadRequest, ...]) -> Round:
         arrivals, noted = Arrivals(), self.noted_one_in
-        received = [
-            ReceivedTokens(arrivals, bool(noted) and index % noted == 0)
-            for index in range(len(requests))
-        ]
+        are_noted = [bool(noted) and index % noted == 0 for index in range(len(requests))]
+        received = [ReceivedTokens(arrivals, is_noted) for is_noted in are_noted]
         cpu_before, started = self._cpu(), time.monotonic()
         self.loop.run(self.serve(requests, received, self._tenant()))
         wall_s = time.monotonic() - started
-        first_s, last_s = zip(*((each.first_s, each.last_s) for each in received), strict=True)
+        first_s = [each.first_s for each in received]
         return Round(
             wall_s=wall_s,
             tokens=[each.tokens for each in received],
             first_s=[first - started for first in first_s],
-            steady_tok_s=arrivals.steady_rate(first_s, last_s),
+            steady_tok_s=arrivals.steady_rate(first_s, [each.last_s for each in received]),
             cpu_s={part: seconds - cpu_before[part] for part, seconds in self._cpu().items()},
             latency_s=self.latencies(received),
         )
@@ -149,7 +147,7 @@ class MeasuredService(MeasuredEngine):
     def survive(self, requests: tuple[WorkloadRequest, ...], part: str) -> dict[str, float]:
         return self.loop.run(self._survive(requests, part))
 
-    async def _survive(self, requests: tuple[WorkloadRequest, ...], part: str) -> dict[str, float]:
+    async def _survive(self, requests: Sequence[WorkloadRequest], part: str) -> dict[str, float]:
         """Kill a part when half of the tokens are there, and wait until all jobs have ended.
 
         `lost` counts tokens that no subscriber got, `repeated` those that one got again; `pause_s`

@@ -8,8 +8,8 @@ import asyncio
 import time
 from typing import Any
 
-from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round, serve
-from ops.benchmarks.measure.workload_files import WorkloadRequest
+from ops.benchmarks.measure.protocol import EngineOptions, MeasuredEngine, Round
+from ops.benchmarks.measure.workloads import WorkloadRequest
 
 LENGTH = 2048  # of a prompt and its answer
 
@@ -22,16 +22,11 @@ class Vllm(MeasuredEngine):
         self._loop, self._rounds = asyncio.Runner(), 0
         self._loop.get_loop()  # the engine's tasks run in it
         args = AsyncEngineArgs(
-            model=options.model,
-            dtype=options.dtype,
-            enforce_eager=True,
-            enable_prefix_caching=True,
-            skip_tokenizer_init=True,
-            max_num_seqs=options.max_sequences,
-            max_num_batched_tokens=options.max_batch_tokens,
-            max_model_len=LENGTH,
+            model=options.model, dtype=options.dtype, max_num_seqs=options.max_sequences,
+            max_num_batched_tokens=options.max_batch_tokens, max_model_len=LENGTH,
+            enforce_eager=True, enable_prefix_caching=True, skip_tokenizer_init=True,
             disable_log_stats=True,
-        )
+        )  # fmt: skip
         self._llm: Any = AsyncLLM.from_engine_args(args)
         self.description = f"vLLM {__version__} CPU, AsyncLLM, eager, prefix caching on"
 
@@ -53,12 +48,9 @@ class Vllm(MeasuredEngine):
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]
 
         params = SamplingParams(
-            temperature=0.0,
-            max_tokens=request.max_tokens,
-            ignore_eos=True,
-            detokenize=False,
+            temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-        )
+        )  # fmt: skip
         prompt, ids, first = {"prompt_token_ids": list(request.prompt)}, [], 0.0
         async for output in self._llm.generate(prompt, params, f"{self._rounds}-{number}"):
             ids += output.outputs[0].token_ids
@@ -68,7 +60,3 @@ class Vllm(MeasuredEngine):
     def close(self) -> None:
         self._llm.shutdown(timeout=2)
         self._loop.close()
-
-
-if __name__ == "__main__":
-    serve(Vllm)

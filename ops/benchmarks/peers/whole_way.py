@@ -8,13 +8,11 @@ import asyncio
 import gc
 import json
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ops.benchmarks.measure.protocol import EngineOptions, serve
-from ops.benchmarks.measure.workload_files import WorkloadRequest
+from ops.benchmarks.measure.protocol import EngineOptions
+from ops.benchmarks.measure.workloads import WorkloadRequest
 from ops.benchmarks.peers.service import INNER, MeasuredService, Passage, ReceivedTokens
 from ops.benchmarks.peers.stamped_worker import NOTED_SEED
 from tokenmill import AsyncClient
@@ -39,7 +37,7 @@ class WholeWay(MeasuredService):
         service = {"redis_url": url, "database_url": database, "queue": QUEUE}
         settings = load_settings(service | given)
         # lives longer than a job, as a web backend's client does
-        self._client = self.loop.run(_connected(url, database))
+        self._client = AsyncClient(url, queue=QUEUE, database=database)
         self._undo.callback(lambda: self.loop.run(self._client.close()))
         worker = "ops.benchmarks.peers.stamped_worker"
         command = [sys.executable, "-m", worker, str(self._notes), json.dumps(direct)]
@@ -60,15 +58,12 @@ class WholeWay(MeasuredService):
         self._offset = self._notes.stat().st_size
         jobs = await self._client.submit_many(
             {
-                "prompt_ids": request.prompt,
-                "max_tokens": request.max_tokens,
-                "temperature": 0.0,
-                "ignore_eos": True,
-                "tenant": tenant,
+                "prompt_ids": request.prompt, "max_tokens": request.max_tokens, "tenant": tenant,
+                "temperature": 0.0, "ignore_eos": True,
                 "seed": None if each.times is None else NOTED_SEED,
             }
             for request, each in zip(requests, received, strict=True)
-        )
+        )  # fmt: skip
         for job, each in zip(jobs, received, strict=True):
             each.job = str(job)
         await asyncio.gather(*map(self._subscribe, received))
@@ -81,70 +76,37 @@ class WholeWay(MeasuredService):
                 raise RuntimeError(f"a job failed: {chunk.error.message}")
 
     def latencies(self, received: Sequence[ReceivedTokens]) -> list[float]:
-        """Return the seconds of each noted chunk, from its step's end to its subscriber.
-
-        Waits for the worker's notes, which it writes a moment after the last chunk.
-        """
         noted = {each.job: each.times for each in received if each.times is not None}
-        deadline = time.monotonic() + 10.0
-        while True:
-            step_ends = read_notes(self._notes, self._offset)
-            if all(max(times) in step_ends.get(job, ()) for job, times in noted.items()):
-                return latencies(step_ends, noted)
-            if time.monotonic() > deadline:
-                raise RuntimeError("the worker's notes are not complete")
-            time.sleep(0.05)
+        return latencies(self._notes.read_text(encoding="ascii")[self._offset :], noted)
 
 
 def settings_of(options: EngineOptions) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of a worker, and the values of EngineConfig that are no settings."""
     if python := options.settings.get("python"):
         return {
-            "engine": "vllm",
-            "engine_python": python,
-            "engine_arg": "enforce-eager=true",
-            "model": options.model,
-            "dtype": options.dtype,
-            "max_model_len": VLLM_LENGTH,
+            "engine": "vllm", "engine_python": python, "engine_arg": "enforce-eager=true",
+            "model": options.model, "dtype": options.dtype, "max_model_len": VLLM_LENGTH,
             "max_num_seqs": options.max_sequences,
             "max_num_batched_tokens": options.max_batch_tokens,
-        }, {}
+        }, {}  # fmt: skip
     given, known = options.engine_settings(), kind_named(kind_for(options.model)).settings
-    return (
-        {name: value for name, value in given.items() if name in known},
-        {name: value for name, value in given.items() if name not in known},
-    )
+    direct = {name: given.pop(name) for name in list(given) if name not in known}
+    return given, direct
 
 
-async def _connected(url: str, database: str) -> AsyncClient:
-    return AsyncClient(url, queue=QUEUE, database=database)
+def latencies(notes: str, received: Mapping[str, Passage]) -> list[float]:
+    """Return the seconds of each noted chunk, from its step's end to its subscriber.
 
-
-def read_notes(path: Path, offset: int) -> dict[str, Passage]:
-    """Read the lines of a stamped worker from byte `offset` on.
-
-    Returns, for each noted job, the end of the step that gave its nth token. The first time counts:
-    a token that is given again was late before.
+    Of a stamped worker's lines about the same token the first counts: a token that is given again
+    was late before.
     """
-    step_ends: dict[str, Passage] = {}
-    with path.open("rb") as file:
-        file.seek(offset)
-        text = file.read().decode("ascii").rpartition("\n")[0]  # without a line half written
-        for line in text.splitlines():
-            end, job, count = line.split(" ")
-            step_ends.setdefault(job, {}).setdefault(int(count), float(end))
-    return step_ends
-
-
-def latencies(step_ends: Mapping[str, Passage], received: Mapping[str, Passage]) -> list[float]:
-    """Return seconds from a step's end to its tokens' reception, where both are known."""
+    step_ends: dict[tuple[str, int], float] = {}
+    for line in notes.splitlines():
+        end, job, count = line.split(" ")
+        step_ends.setdefault((job, int(count)), float(end))
     return [
-        when - step_ends[job][count]
+        when - step_ends[job, count]
         for job, passage in received.items()
         for count, when in passage.items()
-        if count in step_ends.get(job, ())
+        if (job, count) in step_ends
     ]
-
-
-if __name__ == "__main__":
-    serve(WholeWay)

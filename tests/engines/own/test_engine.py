@@ -2,8 +2,8 @@
 
 import pytest
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
+from tests.support.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.contract.messages import Mailbox, Ready, Stop
 from tokenmill_worker.contract.requests import Prompt

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.sampling.grammar.hostile import KINDS
+from tests.support.collecting_engine import CollectingEngine
 from tests.support.marks import long_unless
 from tests.support.tokenizers import byte_level
 from tokenmill_schemas.generation import FinishReason, SamplingParams

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.truth import tiny_models
+from tests.support.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own import EngineConfig
 

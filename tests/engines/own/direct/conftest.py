@@ -2,7 +2,7 @@
 
 import pytest
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
+from tests.support.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own import ContinuousBatchingManager, EngineConfig
 from tokenmill_worker.engines.synthetic.runner import SyntheticRunner

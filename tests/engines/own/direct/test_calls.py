@@ -5,8 +5,8 @@ import threading
 import pytest
 from transformers import GenerationConfig
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.direct.conftest import GREEDY, LONG
+from tests.support.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engines.own import (
     BatchedModel,

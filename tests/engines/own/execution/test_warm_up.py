@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.lora.support import engine_with, greedy
+from tests.support.collecting_engine import CollectingEngine
 from tokenmill_worker.contract.messages import (
     EngineFailed,
     LoadProgress,

@@ -10,10 +10,10 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.truth import expected, tiny_models
 from tests.engines.own.truth.expected import Expected
+from tests.support.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own import EngineConfig
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.lora.support import engine_with, greedy, save_adapter
 from tests.engines.own.scheduler.loop import Loop, make_sequence
 from tests.engines.own.truth import tiny_models
+from tests.support.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import FinishReason
 from tokenmill_worker.contract.requests import Prompt, RequestError
 from tokenmill_worker.engines.own import GenerationRequest

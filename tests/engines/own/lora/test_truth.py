@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.cuda.steps import fake_capture
 from tests.engines.own.lora.support import (
     ATTENTION,
@@ -22,6 +21,7 @@ from tests.engines.own.lora.support import (
     save_adapter,
 )
 from tests.engines.own.truth.expected import Expected
+from tests.support.collecting_engine import CollectingEngine
 from tests.support.marks import long_unless
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own.cuda.graphs import GraphRunner

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
+from tests.support.collecting_engine import CollectingEngine
 from tokenmill_worker.engines.own import EngineConfig, SamplingParams
 from tokenmill_worker.engines.own.config import EngineConfigError
 from tokenmill_worker.engines.own.cpu.device import CpuDevice

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ops.benchmarks.commands.quality import measure
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from ops.model_families import trial
 from tests.engines.own.truth import tiny_models
+from tests.support.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.attention import AttentionShape

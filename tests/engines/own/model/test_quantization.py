@@ -4,7 +4,6 @@ real model.
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,8 @@ import torch
 from torch import nn
 
 from ops.benchmarks.commands.quality import config_of, measure, text_windows
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.truth import tiny_models
+from tests.support.collecting_engine import CollectingEngine
 from tests.support.marks import LONG, long_unless
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own import EngineConfig
@@ -188,14 +187,13 @@ def test_the_loss_of_quantization_on_real_text_is_bounded(rounds: int) -> None:
         resolve(name)
     except ModelNotFoundError as error:
         pytest.skip(str(error))
-    options = argparse.Namespace(model=name, length=128, answers=1)
     windows = text_windows(name, 3, 128)
     bounds = {"int4": 0.02, both: 0.08}
     if rounds >= LONG:
         bounds |= {"int8": 0.06, "float8_e4m3fn": 0.03}
     few = {"max_memory_gib": 0.1, "verify_model": False}
     found = {
-        kind: measure(config_of(options, kind).replace(**few), windows, 1)
+        kind: measure(config_of(name, kind).replace(**few), windows, 1)
         for kind in ("float32", *bounds)
     }
     exact = found["float32"]

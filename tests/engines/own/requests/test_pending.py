@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
+from tests.support.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import FinishReason, ResponseFormat, SamplingParams
 from tokenmill_worker.contract.requests import Prompt
 from tokenmill_worker.engines.own import EngineConfig, GenerationRequest, RequestError

@@ -13,9 +13,9 @@ import torch
 import transformers
 from msgspec.structs import replace
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.truth import expected
 from tests.engines.own.truth.test_real_models import TEXT, folder_of
+from tests.support.collecting_engine import CollectingEngine
 from tests.support.marks import long_unless
 from tokenmill_schemas.generation import LOGPROBS_MODES, SamplingParams
 from tokenmill_worker.engines.own import EngineConfig

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import transformers
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.truth import expected
+from tests.support.collecting_engine import CollectingEngine
 from tests.support.marks import LONG, long_unless
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own import EngineConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
+from tests.support.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.config import EngineConfigError

@@ -9,9 +9,9 @@ import random
 
 import pytest
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.truth import tiny_models
+from tests.support.collecting_engine import CollectingEngine
 from tests.support.marks import long_unless
 from tokenmill_schemas.generation import FinishReason, SamplingParams
 from tokenmill_worker.engines.own import EngineConfig

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.truth import expected, tiny_models
+from tests.support.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import SamplingParams, TokenLogprob
 from tokenmill_worker.contract.requests import Prompt
 from tokenmill_worker.engines.own import EngineConfig, GenerationRequest

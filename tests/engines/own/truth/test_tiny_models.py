@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.truth import expected, tiny_models
 from tests.engines.own.truth.expected import Expected
 from tests.engines.own.truth.tiny_models import FAMILIES
+from tests.support.collecting_engine import CollectingEngine
 from tests.support.marks import long_unless
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own import EngineConfig

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
 )
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
+from tests.support.collecting_engine import CollectingEngine
 from tests.support.marks import long_unless
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own import EngineConfig

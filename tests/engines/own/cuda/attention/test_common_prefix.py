@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
 from tests.engines.own.attention.cases import (
     Case,
     Problem,
@@ -25,6 +24,7 @@ from tests.engines.own.attention.cases import (
 )
 from tests.engines.own.cuda.steps import fake_capture
 from tests.engines.own.truth import tiny_models
+from tests.support.collecting_engine import CollectingEngine
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.engines.own import EngineConfig
 from tokenmill_worker.engines.own.attention import common_prefix

@@ -1,15 +1,12 @@
-"""Workload files: `{"requests": [{"prompt": [ids], "max_tokens": n}]}`.
+"""Workloads of five shapes, on which engines are compared.
 
-Sampling is greedy, EOS is ignored, and all requests are present at the start. The seeded generator
-makes the five shapes that engines are compared on. Ids are drawn evenly from a range that every
-compared tokenizer has and that holds no special tokens.
+Sampling is greedy, EOS is ignored, and all requests are present at the start. Ids are drawn evenly,
+by a seed, from a range that every compared tokenizer has and that holds no special tokens.
 """
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 FIRST_ID, LAST_ID = 100, 40_000
 
@@ -36,22 +33,8 @@ class Workload:
     def first(self, num_requests: int, max_tokens: int) -> "Workload":
         """Return a shortened workload for warming up."""
         few = self.requests[:num_requests]
-        return Workload(
-            f"{self.name} (short)",
-            tuple(WorkloadRequest(r.prompt, min(r.max_tokens, max_tokens)) for r in few),
-        )
-
-
-def load(path: Path) -> Workload:
-    """Load a workload file; raises ValueError with one sentence if it is invalid."""
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["requests"]
-        requests = tuple(WorkloadRequest(tuple(row["prompt"]), row["max_tokens"]) for row in rows)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no workload file: {error!r}") from error
-    if not requests or any(not r.prompt or r.max_tokens < 1 for r in requests):
-        raise ValueError(f"{path}: every request needs a prompt and max_tokens of at least 1")
-    return Workload(path.stem, requests)
+        short = (WorkloadRequest(r.prompt, min(r.max_tokens, max_tokens)) for r in few)
+        return Workload(f"{self.name} (short)", tuple(short))
 
 
 Requests = tuple[WorkloadRequest, ...]
@@ -91,11 +74,7 @@ def single(source: random.Random, share: float) -> Requests:
 
 
 SHAPES: dict[str, Callable[[random.Random, float], Requests]] = {
-    "decode": decode,
-    "mixed": mixed,
-    "prefix": prefix,
-    "prefill": prefill,
-    "single": single,
+    shape.__name__: shape for shape in (decode, mixed, prefix, prefill, single)
 }
 
 
