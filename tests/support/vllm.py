@@ -1,5 +1,5 @@
 """vLLM's environment. The tests that need it run where the variable VLLM_PYTHON names its Python,
-or where `ops/bench` has built one.
+or where it is in the guide's folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-VLLM = Path(os.environ.get("VLLM_PYTHON", ROOT / ".cache/peers/vllm/bin/python"))  # noqa: TID251
+VLLM = Path(os.environ.get("VLLM_PYTHON", "/opt/vllm/bin/python"))  # noqa: TID251
 ARGUMENTS = "enforce-eager=true gpu-memory-utilization=0.15"
 
 needs_vllm = pytest.mark.skipif(not VLLM.exists(), reason=f"there is no {VLLM}")

@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         return {"results": {"templates": cases}}
     with DemoStack(arguments.model, "bench") as stack, ExitStack() as undo:
         stack.start(lambda _: None)
-        database = stack.database_url
-        client = undo.enter_context(Client(stack.redis_url, queue=stack.queue, database=database))
+        client = Client(stack.redis_url, queue=stack.queue, database=stack.database_url)
+        undo.callback(client.close)
         _interactive(client, arguments, count=5)  # warm up
         cases = {"jobs alone": _interactive(client, arguments, arguments.jobs)}
         bulk = undo.enter_context(closing(_BulkFile(stack, client, arguments)))

@@ -93,11 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     costs, results = ScriptCosts(), {}
     for name, mix in MIXES.items():
-        title = f"One queue server, {name}, {tokens_s(mix):,.0f} tok/s a worker"
-        table = results[title] = {}
+        table: dict[str, dict[str, float]] = {}
         for kind, answers in ANSWERS.items():
             each, full = (server_s(mix, answers, costs, is_full=full) for full in (False, True))
             table[kind] = {"unhurried": each, "full": full, "workers": 1 // full}
+        results[f"One queue server, {name}, {tokens_s(mix):,.0f} tok/s a worker"] = table
     results["A day of one queue, workers by tokenmill:queue_workers_wanted"] = {
         **{f"people and files, day {seed}": scaling_day.measure(seed) for seed in range(3)},
         "people alone": scaling_day.measure(files=False),

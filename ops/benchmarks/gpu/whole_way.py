@@ -20,7 +20,6 @@ from ops.benchmarks.measure.workloads import Workload, WorkloadRequest
 
 STEP_TOKENS = 2048  # as a worker's default on CUDA
 MEMORY = Path("/dev/shm")
-LOAD = "streams"
 
 
 @contextmanager
@@ -58,7 +57,7 @@ def compare(
     """
     count, half = max(options.batch), options.context // 2
     prompts = [prompt_ids(shape, half, seed) for seed in range(count)]
-    streams = Workload(LOAD, tuple(WorkloadRequest(prompt, half) for prompt in prompts))
+    streams = Workload("streams", tuple(WorkloadRequest(prompt, half) for prompt in prompts))
     arguments = argparse.Namespace(
         model=str(folder), dtype=options.dtype, rounds=options.rounds, workload=None,
         set=[f"device={options.device}"], pool_tokens=count * (2 * half + 32),
@@ -67,7 +66,7 @@ def compare(
     record = engine.compare(arguments, [engine.WHOLE_WAY, engine.OURS], [streams])
     if error := record.get("error"):
         raise RuntimeError(str(error))
-    return shares(record["results"][LOAD])
+    return shares(record["results"]["streams"])
 
 
 def shares(results: dict[str, dict[str, Any]]) -> dict[str, Any]:

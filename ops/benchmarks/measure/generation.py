@@ -10,7 +10,7 @@ from tokenmill_worker.engines.own.engine import Engine
 
 
 @dataclass(slots=True)
-class Answer:
+class GeneratedAnswer:
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -32,12 +32,12 @@ def generate(
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     on_step: Callable[[Sequence[TokenEvent]], None] = lambda _: None,
-) -> dict[str, Answer]:
+) -> dict[str, GeneratedAnswer]:
     """Continue every prompt, call `on_step` with each step's events; return the answers by id.
 
     Raises RuntimeError, with the engine's sentence, for a request that failed.
     """
-    answers = {name: Answer() for name in submit(engine, prompts, params)}
+    answers = {name: GeneratedAnswer() for name in submit(engine, prompts, params)}
     while engine.has_work:
         events = engine.step()
         for event in events:

@@ -1,7 +1,4 @@
-"""The one table of all commands: cases and their figures, without a frame, in 80 columns.
-
-Results have one form everywhere: `{group: {case: {figure: value}}}`. A group is a table.
-"""
+"""The one table of all commands: cases and their figures, without a frame, in 80 columns."""
 
 from collections.abc import Mapping
 

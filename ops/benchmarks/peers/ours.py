@@ -19,10 +19,9 @@ from tokenmill_worker.engines.synthetic.runner import SyntheticRunner
 
 class Tokenmill(MeasuredEngine):
     def __init__(self, options: EngineOptions) -> None:
-        # as the worker sets it for the engine's process
+        # from here on as in the worker's engine process
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._engine = self._load(EngineConfig(**options.engine_settings()))
-        # as the worker's engine process does
         warm_up(self._engine.runner, lambda _message, _fraction: None)
         gc.collect()
         gc.freeze()
