@@ -6,8 +6,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from ops.benchmarks.commands import engine
 from ops.benchmarks.measure.protocol import Round
+from ops.benchmarks.measure.quiet import wait_until_quiet
 from ops.benchmarks.measure.rounds import Measurement
 from ops.benchmarks.measure.workloads import Workload, WorkloadRequest
 
@@ -98,5 +98,5 @@ def test_a_turn_waits_for_idle_cores_up_to_a_limit(
         return busy[len(asked) - 1] if len(asked) <= len(busy) else 0.0
 
     monkeypatch.setattr(psutil, "cpu_percent", cpu_percent)
-    engine._wait_until_quiet()
+    wait_until_quiet()
     assert len(asked) == looks

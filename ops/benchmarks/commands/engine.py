@@ -15,16 +15,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 
 from ops.benchmarks.measure.protocol import EngineOptions
+from ops.benchmarks.measure.quiet import wait_until_quiet
 from ops.benchmarks.measure.rounds import Measurement
 from ops.benchmarks.measure.workloads import SHAPES, Workload, generate
 from ops.benchmarks.peers.child import Child, ChildError, vllm_python
 from tokenmill_worker.engines.own.model.model_files import resolve
 
-QUIET_PERCENT, QUIET_LOOK_S, QUIET_LIMIT_S = 3.0, 0.25, 5.0
 OURS = "tokenmill"
 WHOLE_WAY = "whole way"
 VLLM = "vllm"
@@ -146,7 +145,7 @@ def _measure(
     try:
         for number in range(arguments.rounds):
             for name in measurement.names[:: -1 if number % 2 else 1]:
-                _wait_until_quiet()
+                wait_until_quiet()
                 measurement.add(name, children[name].run(workload))
                 keep(measurement.turn_line(name, arguments.rounds))
         for name, child in children.items():
@@ -155,16 +154,6 @@ def _measure(
                 keep(measurement.kill_line(name, part))
     finally:
         measurement.show(console)
-
-
-def _wait_until_quiet() -> None:
-    """Wait until the cores are nearly idle, for QUIET_LIMIT_S at most.
-
-    Work that an engine does after its turn must not count in the next engine's turn.
-    """
-    for _ in range(round(QUIET_LIMIT_S / QUIET_LOOK_S)):
-        if psutil.cpu_percent(QUIET_LOOK_S) <= QUIET_PERCENT:
-            return
 
 
 def _is_equal(arguments: argparse.Namespace, results: dict[str, dict[str, Any]]) -> bool:

@@ -14,10 +14,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ops.benchmarks.measure.collecting_engine import CollectingEngine
-from ops.benchmarks.measure.disturbance import CoreWatch, wait_until_quiet
+from ops.benchmarks.measure.generation import generate
+from ops.benchmarks.measure.quiet import wait_until_quiet
 from ops.benchmarks.measure.tables import show
+from tokenmill_worker.contract.requests import GenerationRequest, Prompt
 from tokenmill_worker.engines.own import EngineConfig, SamplingParams
+from tokenmill_worker.engines.own.engine import Engine
 
 PARAMS = SamplingParams(max_tokens=48, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True)
 KEPT = 16  # tokens of the answer before the first engine is closed
@@ -26,7 +28,6 @@ COLUMNS = {
     "share": ("of the\ncold time", "{:.2f}"),
     "hit": ("from the\ncache", "{:.1%}"),
     "same": ("same\ntokens", ""),
-    "others": ("others'\ncores", "{:.0%}"),
 }
 
 
@@ -71,21 +72,28 @@ def _measure(
     """Return the tokens of a new engine, and the figures of its first one."""
     _drop_pages(Path(folder))
     settings = EngineConfig(model=model, cache_disk=folder, verify_model=False)
-    engine = CollectingEngine.load(settings)
-    engine.generate_batch([[7] * 40], SamplingParams(max_tokens=2, temperature=0.0))
+    engine = Engine.load(settings)
+    generate(engine, [[7] * 40], [SamplingParams(max_tokens=2, temperature=0.0)])
     wait_until_quiet()
-    watch, started, first_ms = CoreWatch(os.getpid()), time.perf_counter(), 0.0
-    engine.add_request(prompt, PARAMS, "measured", resumed=(resumed,) if resumed else ())
-    output = engine._outputs["measured"]
-    while not output.is_finished and len(output.token_ids) < stop_after:
-        if not engine.step() and engine.waits_only:
+    started, first_ms, num_cached, has_ended = time.perf_counter(), 0.0, 0, False
+    answer: tuple[int, ...] = ()
+    request = GenerationRequest(
+        request_id="measured", prompt=Prompt(prompt), params=PARAMS,
+        resumed=(resumed,) if resumed else (),
+    )  # fmt: skip
+    engine.submit([request])
+    while not has_ended and len(answer) < stop_after:
+        events = engine.step()
+        for event in events:
+            answer += event.token_ids
+            num_cached = num_cached or event.num_cached_tokens
+            has_ended |= event.finish_reason is not None
+        if not events and engine.waits_only:
             time.sleep(0.001)
-        if output.token_ids and not first_ms:
+        if answer and not first_ms:
             first_ms = (time.perf_counter() - started) * 1e3
-    others = watch.others_share()
-    hit = output.num_cached_tokens / len(prompt)
     engine.close()
-    return output.token_ids, {"first_ms": first_ms, "hit": hit, "same": True, "others": others}
+    return answer, {"first_ms": first_ms, "hit": num_cached / len(prompt), "same": True}
 
 
 def _drop_pages(folder: Path) -> None:

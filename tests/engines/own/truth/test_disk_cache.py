@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from ops.benchmarks.measure.collecting_engine import CollectedOutput, CollectingEngine
 from tests.engines.own.lora.support import save_adapter
 from tests.engines.own.scheduler.integrity import check_integrity
 from tests.engines.own.truth import tiny_models
 from tests.engines.own.truth.test_features import GREEDY, SEEDED, prompt
+from tests.support.collecting_engine import CollectedOutput, CollectingEngine
 from tokenmill_schemas.generation import SamplingParams
 from tokenmill_worker.contract.messages import Frame, Mailbox, Report, Stop, Submit
 from tokenmill_worker.contract.requests import GenerationRequest, Prompt
