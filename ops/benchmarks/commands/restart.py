@@ -85,6 +85,8 @@ def _measure(
     while not has_ended and len(answer) < stop_after:
         events = engine.step()
         for event in events:
+            if event.error:
+                raise RuntimeError(event.error)
             answer += event.token_ids
             num_cached = num_cached or event.num_cached_tokens
             has_ended |= event.finish_reason is not None
