@@ -264,6 +264,14 @@ def postgres_url(postgres: PostgresServer) -> Iterator[str]:
 
 
 @pytest.fixture
+def migrated_postgres_url(postgres: PostgresServer) -> Iterator[str]:
+    """A database with this version's schema, as a SQLAlchemy URL."""
+    url = postgres.create_migrated()
+    yield url
+    postgres.drop_database(url)
+
+
+@pytest.fixture
 def pooled_url(postgres: PostgresServer, postgres_url: str) -> Iterator[str]:
     """The database of `postgres_url` behind PgBouncer in transaction mode."""
     if (binary := pgbouncer_binary()) is None:

@@ -25,6 +25,7 @@ from tokenmill_worker.engines.own.attention.base import (
     AttentionShape,
     CommonPrefix,
 )
+from tokenmill_worker.engines.own.cuda import draw
 from tokenmill_worker.engines.own.cuda.attention.triton import TritonAttention
 from tokenmill_worker.engines.own.cuda.draw import DeviceDraw
 from tokenmill_worker.engines.own.cuda.fused.launches import (
@@ -305,6 +306,8 @@ def main() -> int:
     options = parser.parse_args()
     device = torch.device(options.device)
     is_gpu = device.type == "cuda"
+    if not is_gpu:  # Triton's interpreter sorts larger tiles for half a minute
+        draw.CHUNK, draw.TILE = 256, 512
     tensors = TensorOptions(device, torch.bfloat16 if is_gpu else torch.float32)
     torch.manual_seed(0)
     ceilings = measure_ceilings(device, tensors.dtype)

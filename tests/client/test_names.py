@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.databases import migrated_sqlite
 from tokenmill import AsyncClient, Client, InvalidRequest, TokenmillError
 from tokenmill.errors import ConfigurationError
 from tokenmill.sql import SqlResults
 from tokenmill.sql.webhooks import SqlWebhooks
-from tokenmill_worker.record.migrate import upgrade
 
 LONE = "a\ud800"
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -84,8 +84,7 @@ def test_an_invalid_host_name_is_a_configuration_error() -> None:
 def test_a_lone_surrogate_in_a_database_call_raises_one_sentence(
     call: Callable[[str], object], tmp_path: Any
 ) -> None:
-    url = f"sqlite:///{tmp_path}/t.db"
-    upgrade(url)
+    url = migrated_sqlite(tmp_path / "t.db")
     with pytest.raises(InvalidRequest, match="no Unicode character"):
         call(url)
 

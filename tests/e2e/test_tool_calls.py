@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 
 from tests.support import tiny_llama
-from tests.support.marks import LONG
+from tests.support.marks import LONG, long_unless
 from tests.support.worker import client_of, database_url, running_worker
 from tests.text.chat.families import HERMES
 from tokenmill import AsyncClient
@@ -40,7 +40,9 @@ TOGETHER = 48  # jobs in the worker at once
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["hermes", "xml", "pythonic", "deepseek"])
+@pytest.mark.parametrize(
+    "form", long_unless({"hermes", "xml"}, ["hermes", "xml", "pythonic", "deepseek"])
+)
 async def test_streamed_pieces_of_calls_join_to_the_recorded_calls_which_keep_their_schema(
     redis_url: str, tmp_path: Path, form: str, rounds: int
 ) -> None:

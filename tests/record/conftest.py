@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.databases import migrated_sqlite
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.migrate import upgrade
+
+DATABASES = ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+@pytest.fixture(params=DATABASES)
 def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         (tmp_path / "tokenmill.db").touch()
@@ -17,17 +19,16 @@ def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(request.getfixturevalue("postgres_url"))
 
 
-@pytest.fixture
-def url(empty_url: str) -> str:
-    upgrade(empty_url)
-    return empty_url
+@pytest.fixture(params=DATABASES)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return migrated_sqlite(tmp_path / "tokenmill.db")
+    return str(request.getfixturevalue("migrated_postgres_url"))
 
 
 @pytest.fixture
 def sqlite_url(tmp_path: Path) -> str:
-    url = f"sqlite:///{tmp_path}/tokenmill.db"
-    upgrade(url)
-    return url
+    return migrated_sqlite(tmp_path / "tokenmill.db")
 
 
 @pytest.fixture

@@ -106,6 +106,7 @@ class PostgresServer:
         self.directory = directory or private_directory("postgres")
         self._child: GuardedProcess | None = None
         self._numbers = itertools.count(1)
+        self._migrated = ""  # the database that others are copies of
 
     @property
     def data_directory(self) -> Path:
@@ -176,6 +177,16 @@ class PostgresServer:
         name = f"test_{os.getpid()}_{next(self._numbers)}"
         self.execute(f'CREATE DATABASE "{name}" {options}')
         return self.url(name)
+
+    def create_migrated(self) -> str:
+        """Create a database that has this version's schema and no rows; return its URL."""
+        if not self._migrated:
+            from tokenmill_worker.record import migrate
+
+            url = self.create_database()
+            migrate.upgrade(url)
+            self._migrated = url.rpartition("/")[2]
+        return self.create_database(f'TEMPLATE "{self._migrated}"')
 
     def drop_database(self, url: str) -> None:
         """Drop the database, also while connections to it are open."""

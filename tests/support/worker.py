@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.support.databases import migrated_sqlite
 from tests.support.engine_thread import EngineThread
 from tokenmill import AsyncClient
 from tokenmill_worker.app import Worker
@@ -26,11 +27,7 @@ QUEUE = "q"
 
 def database_url(folder: Path, name: str = "tokenmill") -> str:
     """Return the URL of a migrated SQLite database."""
-    from tokenmill_worker.record import migrate  # not for a worker's process: a third of its start
-
-    url = f"sqlite:///{folder}/{name}.db"
-    migrate.upgrade(url)
-    return url
+    return migrated_sqlite(folder / f"{name}.db")
 
 
 def settings(redis_url: str, database: str, **changes: Any) -> Settings:

@@ -6,20 +6,16 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from tests.support.databases import migrated_sqlite
 from tokenmill.sql.engine import open_engine
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.migrate import upgrade
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    url = (
-        f"sqlite:///{tmp_path}/t.db"
-        if request.param == "sqlite"
-        else str(request.getfixturevalue("postgres_url"))
-    )
-    upgrade(url)
-    return url
+    if request.param == "sqlite":
+        return migrated_sqlite(tmp_path / "t.db")
+    return str(request.getfixturevalue("migrated_postgres_url"))
 
 
 @pytest.fixture
@@ -31,9 +27,7 @@ def engine(url: str) -> Iterator[sa.Engine]:
 
 @pytest.fixture
 def sqlite_url(tmp_path: Path) -> str:
-    url = f"sqlite:///{tmp_path}/t.db"
-    upgrade(url)
-    return url
+    return migrated_sqlite(tmp_path / "t.db")
 
 
 @pytest.fixture

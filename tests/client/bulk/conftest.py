@@ -6,16 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.client.bulk.support import BulkSetup
+from tests.support.databases import migrated_sqlite
 from tokenmill import Client
 from tokenmill.bulk import BatchStore, open_store
-from tokenmill_worker.record.migrate import upgrade
 
 
 @pytest.fixture
 def database(tmp_path: Path) -> str:
-    url = f"sqlite:///{tmp_path}/tokenmill.db"
-    upgrade(url)
-    return url
+    return migrated_sqlite(tmp_path / "tokenmill.db")
 
 
 @pytest.fixture
@@ -34,8 +32,7 @@ def any_client(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Clien
     if request.param == "sqlite":
         url = request.getfixturevalue("database")
     elif request.param == "postgres":
-        url = request.getfixturevalue("postgres_url")
-        upgrade(url)
+        url = request.getfixturevalue("migrated_postgres_url")
     with Client(redis_url, queue="q", database=url) as client:
         yield client
 

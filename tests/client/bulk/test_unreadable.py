@@ -12,6 +12,7 @@ import sqlalchemy
 
 from tests.client.bulk.support import BulkSetup, completion, names, read, result, write
 from tests.client.bulk.test_store import BATCH, _finished
+from tests.support.databases import migrated_sqlite
 from tests.support.large import DAMAGED
 from tests.support.queue import Queue, close_queue, end_of, open_queue
 from tokenmill import Client
@@ -20,7 +21,6 @@ from tokenmill.sql.engine import open_engine
 from tokenmill_schemas.codec import decode_request
 from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.migrate import upgrade
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 
@@ -66,10 +66,9 @@ async def test_a_run_writes_unreadable_results_as_errors_and_ends(
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
-        url = f"sqlite:///{tmp_path}/tokenmill.db"
+        url = migrated_sqlite(tmp_path / "tokenmill.db")
     else:
-        url = str(request.getfixturevalue("postgres_url"))
-    upgrade(url)
+        url = str(request.getfixturevalue("migrated_postgres_url"))
     return url
 
 

@@ -8,15 +8,14 @@ import pytest
 
 from tests.client.cli.support import Shell
 from tests.record.support import failed, finished
+from tests.support.databases import migrated_sqlite
 from tokenmill import Client
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.migrate import upgrade
 
 
 @pytest.fixture
 def database(tmp_path: Path) -> str:
-    url = f"sqlite:///{tmp_path}/t.db"
-    upgrade(url)
+    url = migrated_sqlite(tmp_path / "t.db")
 
     async def fill() -> None:
         store = ResultStore(url, queue="q")

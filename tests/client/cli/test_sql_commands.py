@@ -10,11 +10,11 @@ import sqlalchemy as sa
 from typer.testing import CliRunner, Result
 
 from tests.record.support import failed, finished
+from tests.support.databases import migrated_sqlite
 from tests.tasks.support import SECRET, record, with_webhook
 from tokenmill.cli import app
 from tokenmill.sql.engine import open_engine
 from tokenmill.webhooks import tenant_secret
-from tokenmill_worker.record.migrate import upgrade
 from tokenmill_worker.tasks.usage_rollup import RollUp
 
 DAY_MS = 86_400_000
@@ -22,9 +22,7 @@ DAY_MS = 86_400_000
 
 @pytest.fixture
 def database(tmp_path: Path) -> str:
-    url = f"sqlite:///{tmp_path}/t.db"
-    upgrade(url)
-    return url
+    return migrated_sqlite(tmp_path / "t.db")
 
 
 def run(database: str, *arguments: str, **variables: str) -> Result:

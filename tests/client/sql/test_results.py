@@ -10,6 +10,7 @@ import pytest
 import sqlalchemy
 
 from tests.record.support import failed, finished
+from tests.support.databases import migrated_sqlite
 from tokenmill import Client, ClientClosed, sql
 from tokenmill.errors import ConfigurationError, QueueUnavailable
 from tokenmill.sql import SqlResults
@@ -17,18 +18,15 @@ from tokenmill.sql.engine import open_engine
 from tokenmill_schemas import ChoiceResult, FinishReason, JobStatus
 from tokenmill_worker.jobs import FinishedJob
 from tokenmill_worker.record import ResultStore
-from tokenmill_worker.record.migrate import upgrade
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    url = (
-        f"sqlite:///{tmp_path}/t.db"
+    return (
+        migrated_sqlite(tmp_path / "t.db")
         if request.param == "sqlite"
-        else str(request.getfixturevalue("postgres_url"))
+        else str(request.getfixturevalue("migrated_postgres_url"))
     )
-    upgrade(url)
-    return url
 
 
 def _record(url: str, *jobs: FinishedJob, queue: str = "q") -> None:
@@ -70,8 +68,7 @@ def test_threads_of_one_client_open_one_database(
             super().__init__(url)
 
     monkeypatch.setattr(sql, "SqlResults", Slow)
-    url = f"sqlite:///{tmp_path}/t.db"
-    upgrade(url)
+    url = migrated_sqlite(tmp_path / "t.db")
     with Client(queue="q", database=url) as client, ThreadPoolExecutor(6) as pool:
         assert list(pool.map(client.look_up, "abcdef")) == [None] * 6
     assert opened == [url]

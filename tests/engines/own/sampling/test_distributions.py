@@ -4,7 +4,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from scipy import stats
 
 from tests.engines.own.sampling.helpers import EOS, make_sampler, make_sequence, plan_item
 from tokenmill_schemas.generation import SamplingParams
@@ -48,6 +47,8 @@ def draw(
 
 
 def assert_follows(drawn: npt.NDArray[np.int64], probabilities: npt.NDArray[np.float64]) -> None:
+    from scipy import stats  # takes a second, in each test process
+
     observed = np.bincount(drawn, minlength=len(probabilities))
     assert not observed[probabilities == 0].any(), "a token outside the truncated set was drawn"
     common = probabilities * len(drawn) >= 5
@@ -93,6 +94,8 @@ def test_draws_follow_the_distribution_of_the_parameters(name: str) -> None:
 
 
 def test_draws_at_a_later_position_are_independent_and_follow_the_distribution() -> None:
+    from scipy import stats  # takes a second, in each test process
+
     params = SamplingParams(top_p=0.9)
     first, later = draw(LOGITS, params), draw(LOGITS, params, position=5)
     assert_follows(later, expected(LOGITS, params))

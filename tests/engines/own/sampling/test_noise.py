@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from tokenmill_worker.engines.own.sampling import noise
 
@@ -51,6 +50,8 @@ def test_the_hash_equals_its_definition_in_wrapping_integers() -> None:
 
 @pytest.mark.parametrize("axis", ["tokens", "positions", "seeds"])
 def test_costs_are_distributed_as_logs_of_exponentials_along_every_counter(axis: str) -> None:
+    from scipy import stats  # takes a second, in each test process
+
     count = 40_000
     if axis == "tokens":
         sample = costs([3], [9], count)[0]
@@ -67,6 +68,8 @@ def test_costs_are_distributed_as_logs_of_exponentials_along_every_counter(axis:
 def test_rows_of_neighbouring_counters_are_independent(
     seeds: list[int], positions: list[int]
 ) -> None:
+    from scipy import stats  # takes a second, in each test process
+
     first, second = costs(seeds, positions, 60_000).double().exp().neg().exp().numpy()  # uniform
     table, _, _ = np.histogram2d(first, second, bins=12)
     assert stats.chi2_contingency(table).pvalue > 1e-3
