@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from tests.support.worker import QUEUE, database_url, running_worker
 from tokenmill_gateway.keys import KeyStore
@@ -35,6 +35,7 @@ class Gateway:
             base_url=f"{self.url}/v1",
             api_key=key,
             max_retries=0,
+            http_client=DefaultAsyncHttpxClient(verify=False),  # else it reads all authorities
             _strict_response_validation=True,
             **options,
         )

@@ -91,7 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    costs, results = ScriptCosts(), {}
+    costs = ScriptCosts()
+    results: dict[str, dict[str, dict[str, float]]] = {}
     for name, mix in MIXES.items():
         table: dict[str, dict[str, float]] = {}
         for kind, answers in ANSWERS.items():
