@@ -188,9 +188,9 @@ def test_the_loss_of_quantization_on_real_text_is_bounded(rounds: int) -> None:
     except ModelNotFoundError as error:
         pytest.skip(str(error))
     windows = text_windows(name, 3, 128)
-    bounds = {"int4": 0.02, both: 0.08}
+    bounds = {both: 0.08}
     if rounds >= LONG:
-        bounds |= {"int8": 0.06, "float8_e4m3fn": 0.03}
+        bounds |= {"int4": 0.02, "int8": 0.06, "float8_e4m3fn": 0.03}
     few = {"max_memory_gib": 0.1, "verify_model": False}
     found = {
         kind: measure(config_of(name, kind).replace(**few), windows, 1)
@@ -201,5 +201,6 @@ def test_the_loss_of_quantization_on_real_text_is_bounded(rounds: int) -> None:
     for kind, bound in bounds.items():
         assert 0.0 < abs(found[kind].nll - exact.nll) < bound, kind
     assert len({one.nll for one in found.values()}) == len(found), "a kind of two parts sets both"
-    firsts = [[answer[0] for answer in one.answers] for one in (exact, found["int4"])]
-    assert sum(a == b for a, b in zip(*firsts, strict=True)) >= 2
+    if rounds >= LONG:
+        firsts = [[answer[0] for answer in one.answers] for one in (exact, found["int4"])]
+        assert sum(a == b for a, b in zip(*firsts, strict=True)) >= 2
