@@ -23,7 +23,7 @@ from rich.console import Console
 
 from ops.benchmarks.measure.tables import show
 from ops.benchmarks.peers import openai_servers
-from ops.benchmarks.peers.environments import vllm_python
+from ops.benchmarks.peers.child import vllm_python
 from ops.benchmarks.peers.service import MeasuredService, cpu_seconds
 from tokenmill_worker.local.valkey_server import free_port
 from tokenmill_worker.record import migrate
@@ -175,7 +175,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     if options.peer:
         tables: dict[str, Any] = {}
         for title, table in openai_servers.compare(
-            vllm_python(print), options.streams, options.tokens
+            Path(vllm_python()), options.streams, options.tokens
         ):
             tables[title] = table
             show(Console(width=80), title, table, COLUMNS)
