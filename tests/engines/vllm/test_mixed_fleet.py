@@ -96,6 +96,7 @@ async def test_no_job_is_lost_or_repeated_between_engines_of_two_kinds_that_are_
 
     async with client_of(vllm.url, vllm.database) as client:
         services["own"].start(**OWN)
+        await asyncio.to_thread(services["own"].engine)  # a job of a queue without workers fails
         results = await undisturbed(client)
         calm = [Wanted.of(result) for result in results]
         vllm.wanted |= zip((result.job_id for result in results), calm, strict=True)
