@@ -19,6 +19,7 @@ from tokenmill_worker.text.token_pieces import token_bytes
 END: Final = "<|im_end|>"
 SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", END)
 MARKS: Final = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+MARK_IDS: Final = range(256 + len(SPECIAL), 256 + len(SPECIAL) + len(MARKS))
 LENGTH: Final = 2_048
 VOCAB: Final = 272  # the last ids have no token
 

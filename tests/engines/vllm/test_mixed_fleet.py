@@ -43,7 +43,9 @@ FAULTS: dict[str, tuple[str, Callable[[psutil.Process, psutil.Process], psutil.P
 
 
 def asked() -> list[dict[str, Any]]:
-    """Return greedy jobs, which both engines answer alike: half of them of a JSON schema."""
+    """Return greedy jobs, which both engines answer alike: half of them of a JSON schema. The tiny
+    model would draw marks of thoughts and calls.
+    """
     places = ("Europe", "Asia", "Africa", "America")
     plain = [
         {"messages": [{"role": "user", "content": f"Tell me of the rivers of {place}."}],
@@ -55,7 +57,8 @@ def asked() -> list[dict[str, Any]]:
          "response_format": {"json_schema": SCHEMAS[name]}, "max_tokens": 300}
         for name in ("a person", "a long text", "an address", "nested objects")
     ]  # fmt: skip
-    return [{**job, "temperature": 0.0} for pair in zip(plain, bound, strict=True) for job in pair]
+    same = {"temperature": 0.0, "suppress_tokens": list(tiny_llama.MARK_IDS)}
+    return [{**job, **same} for pair in zip(plain, bound, strict=True) for job in pair]
 
 
 async def undisturbed(client: AsyncClient) -> list[JobResult]:
@@ -81,7 +84,6 @@ async def test_no_job_is_lost_or_repeated_between_engines_of_two_kinds_that_are_
     shared: dict[str, object] = {"max_num_seqs": places}
     if soak_jobs:
         shared["model"] = tiny_llama.save(tmp_path / "model", head_size=32)
-        shared["reasoning_format"] = "none"  # its answers would be thoughts, in part or as a whole
     vllm = make_service(**shared)
     services = {"vllm": vllm, "own": make_service(beside=vllm, **shared)}
     settings: dict[str, dict[str, object]] = {"vllm": {}, "own": OWN}
