@@ -180,7 +180,7 @@ def test_a_worker_s_variables_are_settings_and_it_has_the_time_to_drain(
 ) -> None:
     settings = settings_in(name, monkeypatch)
     assert settings.engine_kind == "vllm"
-    assert settings.engine_config().arguments()
+    assert read_arguments(settings.engine_config().engine_arg)
     assert settings.redis_url.startswith("redis://worker:")
     pod = worker_pod(name)
     needed = settings.drain_seconds + RECORD_DRAIN_S + 10
@@ -194,7 +194,7 @@ def test_a_worker_s_variables_are_settings_and_it_has_the_time_to_drain(
 def test_a_worker_has_the_gpus_that_its_arguments_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, needed in (("eight-gpus", 8), ("two-nodes", 8), ("expert-parallel", 1)):
         limits = worker_pod(name)["containers"][0]["resources"]["limits"]
-        arguments = settings_in(name, monkeypatch).engine_config().arguments()
+        arguments = read_arguments(settings_in(name, monkeypatch).engine_config().engine_arg)
         assert int(limits["nvidia.com/gpu"]) == needed
         assert int(arguments.get("tensor-parallel-size", "1")) == needed
         assert int(arguments.get("pipeline-parallel-size", "1")) == int(arguments.get("nnodes", 1))
@@ -202,7 +202,7 @@ def test_a_worker_has_the_gpus_that_its_arguments_ask_for(monkeypatch: pytest.Mo
     (device,) = compose["deploy"]["resources"]["reservations"]["devices"]
     assert device["count"] == 8
     settings = test_compose._settings(compose, monkeypatch)
-    assert settings.engine_config().arguments() == {"tensor-parallel-size": "8"}
+    assert read_arguments(settings.engine_config().engine_arg) == {"tensor-parallel-size": "8"}
     assert compose["image"].endswith("-vllm")
 
 
@@ -210,7 +210,7 @@ def test_the_follower_is_started_with_the_leader_s_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     leader, follower = (template["spec"] for template in templates("two-nodes"))
-    own = settings_in("two-nodes", monkeypatch).engine_config().arguments()
+    own = read_arguments(settings_in("two-nodes", monkeypatch).engine_config().engine_arg)
     (container,) = follower["containers"]
     theirs = dict(expanded(word).removeprefix("--").split("=") for word in container["args"])
     assert (own.pop("node-rank"), theirs.pop("node-rank")) == ("0", "1")
