@@ -44,8 +44,9 @@ OWNED: Final = {
 def check_version(version: str) -> None:
     """Raises EngineConfigError for a version of vLLM that is not tested."""
     if not version.startswith(TESTED):
-        words = f"vLLM {version} is not tested with this version of tokenmill"
-        raise EngineConfigError([f"{words}: {sys.executable} -m pip install {PACKAGE}"])
+        command = f"{sys.executable} -m pip install {PACKAGE}"
+        words = f"vLLM {version} is not tested with this version of tokenmill: {command}"
+        raise EngineConfigError([words])
 
 
 def engine_args(settings: VllmConfig, folder: Path) -> AsyncEngineArgs:
@@ -70,10 +71,10 @@ def _parsed(folder: Path, given: Mapping[str, str]) -> AsyncEngineArgs:
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     actions = parser._option_string_actions  # argparse has no public list of them
 
-    def fail(message: str) -> NoReturn:
-        raise EngineConfigError([f"--engine-arg {message.removeprefix('argument --')}"])
+    def refuse(words: str) -> NoReturn:
+        raise EngineConfigError([words])
 
-    parser.error = fail
+    parser.error = lambda words: refuse(f"--engine-arg {words.removeprefix('argument --')}")
     words = [f"--model={folder}"]
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"
@@ -81,13 +82,13 @@ def _parsed(folder: Path, given: Mapping[str, str]) -> AsyncEngineArgs:
         if action is None or flag in ("--help", f"--no-{action.dest.replace('_', '-')}"):
             near = difflib.get_close_matches(flag, actions, n=1)
             hint = f"; is {near[0].removeprefix('--')} meant?" if near else ""
-            fail(f"{name}: vLLM has no such argument{hint}")
+            refuse(f"--engine-arg {name}: vLLM has no such argument{hint}")
         if action.dest in OWNED:
-            fail(f"{name}: {OWNED[action.dest]}")
+            refuse(f"--engine-arg {name}: {OWNED[action.dest]}")
         if action.nargs != 0:
             words.append(f"{flag}={value}")
         elif value.lower() in ("true", "false"):
             words.append(flag if value.lower() == "true" else flag.replace("--", "--no-", 1))
         else:
-            fail(f"{name}: {value!r} is neither true nor false")
+            refuse(f"--engine-arg {name}: {value!r} is neither true nor false")
     return AsyncEngineArgs.from_cli_args(parser.parse_args(words))
