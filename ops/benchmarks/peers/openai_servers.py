@@ -48,7 +48,15 @@ class OpenAIServer(MeasuredService):
         tokenmill = str(Path(sys.executable).with_name("tokenmill"))
         ours = {
             "worker": [tokenmill, "worker"],
-            "gateway": [tokenmill, "gateway", "--open", "--port", str(port), "--model", NAME],
+            "gateway": [
+                tokenmill,
+                "gateway",
+                "--open",
+                "--port",
+                str(port),
+                "--model",
+                f"{NAME}={NAME}",
+            ],
         }
         theirs = {
             "server": [
