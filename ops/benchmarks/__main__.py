@@ -19,9 +19,10 @@ COMMANDS = {
     "bulk": "what a bulk file costs the interactive jobs beside it",
     "affinity": "what sessions save when two workers answer chats, and cost",
     "gateway": "what OpenAI's API costs beside the client alone",
+    "start": "from the start of a worker's process to a first token",
     "restart": "first tokens behind what an earlier engine left on disk",
     "quality": "what rounding weights, keys and values costs: perplexity",
-    "simulate": "how many workers one queue server carries, and a day of scaling",
+    "simulate": "how many workers one queue server carries; days of a fleet",
     "gpu": "share of the floor that the engine reaches on a CUDA device",
 }
 

@@ -281,6 +281,14 @@ def test_a_worker_whose_engine_has_died_fails_its_liveness_probe(
     assert subprocess.run([*shell, line], check=False, capture_output=True).returncode != 0
 
 
+@pytest.mark.parametrize("name", SETS)
+def test_a_group_that_loads_is_not_killed_for_being_unready(name: str) -> None:
+    (container,) = worker_pod(name)["containers"]
+    startup = container["startupProbe"]
+    assert startup["exec"] == container["livenessProbe"]["exec"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] == 7200
+
+
 def test_the_follower_waits_until_the_leader_is_gone() -> None:
     (container,) = templates("two-nodes")[1]["spec"]["containers"]
     *shell, line = container["lifecycle"]["preStop"]["exec"]["command"]

@@ -3,7 +3,7 @@
 Chats of several turns go to two workers with the synthetic engine, whose step takes as long as a
 Llama-3-8B's on a GPU: first without sessions, as jobs were claimed before there were any, then with
 them; last to one worker alone. Waste is the time in which a job waits and a worker has none. Then
-the server's time for a claimed job is measured, with no job and with many behind it.
+the server's time for a claimed and a submitted job is measured, with no job and with many waiting.
 """
 
 import argparse
@@ -34,7 +34,11 @@ COLUMNS = {
     "first_p99_ms": ("\np99", "{:.0f}"), "wasted_ms": ("waste\nms", "{:.0f}"),
     "wall_s": ("\ns", "{:.1f}"),
 }  # fmt: skip
-COSTS = {"claim_us": ("µs a claimed job", "{:.0f}"), "calls": ("claims a job", "{:.2f}")}
+COSTS = {
+    "claim_us": ("µs a\nclaimed job", "{:.0f}"), "submit_us": ("µs a\nsubmitted job", "{:.1f}"),
+    "calls": ("claims\na job", "{:.2f}"),
+}  # fmt: skip
+SUBMITTED = 2_048  # jobs, of which the time of a submit is measured
 SAMPLE_S = 0.002
 CALLS = ("evalsha", "eval")
 Figures = dict[str, float]
@@ -146,7 +150,9 @@ class Workers(MeasuredService):
                 await asyncio.sleep(SAMPLE_S)
 
     async def claims(self, options: argparse.Namespace, backlog: int, sessions: int) -> Figures:
-        """Return the server's time per job that two busy workers claim in turns, one at a time."""
+        """Return the server's time per job that two busy workers claim in turns, one at a time, and
+        per job that is submitted then.
+        """
         queue, calls, seconds, claimed = f"claims-{backlog}-{sessions}", 0, 0.0, 0
         async with AsyncClient(self.url, queue=queue) as client, connect_async(self.url) as redis:
             keys = Keys(queue)
@@ -175,8 +181,15 @@ class Workers(MeasuredService):
                         calls += 1
                     claimed += got
                 seconds += await self._scripts_s(redis) - before
+            before = await self._scripts_s(redis)
+            await fill(SUBMITTED)
+            submit_s = await self._scripts_s(redis) - before
             await redis.flushdb()
-        return {"claim_us": seconds / claimed * 1e6, "calls": calls / claimed}
+        return {
+            "claim_us": seconds / claimed * 1e6,
+            "submit_us": submit_s / SUBMITTED * 1e6,
+            "calls": calls / claimed,
+        }
 
     async def _scripts_s(self, redis: Any) -> float:
         found = await redis.info("commandstats")

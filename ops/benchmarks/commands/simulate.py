@@ -1,5 +1,6 @@
 """`ops/bench simulate`: counts how many workers one queue server carries at most, and tries a day
-of scaling (`scaling_day`).
+of scaling (`scaling_day`). With `--fleet`: a day of a fixed fleet (`fleet_day`), with and without
+sessions and grouped files.
 
 The costs of our scripts on the server's thread were measured once; the workers follow from a cost
 model of their device, an H200 with Llama-3-8B. An unhurried server gets a call for each step and
@@ -16,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ops.benchmarks.measure import scaling_day
+from ops.benchmarks.measure import fleet_day, scaling_day
 from ops.benchmarks.measure.step_floor import SHAPES, Ceilings, Work
 from ops.benchmarks.measure.tables import show
 from tokenmill_worker.publish.chunker import CHECKPOINT_TOKENS, MOST_TOGETHER
@@ -32,6 +33,17 @@ COLUMNS = {
     "hours": ("hours,\n× ideal", "{:.2f}"),
     "most": ("workers\nat most", "{:.0f}"),
     "turns": ("turns", "{:.0f}"),
+}
+FLEET = {
+    "goodput": ("good\njobs", "{:.1%}"),
+    "first_p50": ("first token\ns p50", "{:.2f}"),
+    "first_p99": ("\np99", "{:.1f}"),
+    "heavy_p99": ("p99, of the\nhalf's tenant", "{:.1f}"),
+    "hits": ("chats'\nhits", "{:.1%}"),
+    "line_hits": ("lines'\nhits", "{:.1%}"),
+    "computing": ("prompts' share\nof the workers", "{:.1%}"),
+    "largest": ("server, peak\nlargest queue", "{:.1%}"),
+    "server": ("\nall", "{:.1%}"),
 }
 SHAPE = SHAPES["llama-3-8b"]
 # what good kernels reach of the data sheet's peaks
@@ -87,11 +99,19 @@ ANSWERS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the count has no options."""
+    parser.add_argument("--fleet", action="store_true", help="only the day of a fixed fleet")
+    parser.add_argument("--jobs", type=int, default=10_000_000, help="of the fleet")
+    parser.add_argument("--workers", type=int, default=256, help="of the fleet")
+    parser.add_argument("--queues", type=int, default=10, help="of the fleet")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     costs = ScriptCosts()
+    if options.fleet:
+        days = fleet_day.measure(options.jobs, options.workers, options.queues, costs)
+        title = f"A day of {options.queues} queues, {options.workers} workers"
+        show(Console(width=100), title, days, FLEET)
+        return {"results": {title: days}}
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name, mix in MIXES.items():
         table: dict[str, dict[str, float]] = {}
