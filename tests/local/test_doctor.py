@@ -42,6 +42,36 @@ def test_doctor_reads_the_header_of_a_model_file(tmp_path: Path) -> None:
     assert model_finding(str(folder), tmp_path)[0] == "error"
 
 
+@pytest.mark.parametrize(
+    ("folder", "gib", "expected"),
+    [
+        ("disk", 0.001, ("ok", "cache_disk {0}/disk may take 0.001 GiB, and there are ")),
+        ("disk", 1e9, ("warning", "cache_disk {0}/disk may take 1e+09 GiB, and there are ")),
+        (
+            "file/disk",
+            1,
+            ("error", "cache_disk {0}/file/disk cannot be used: {0}/file is no folder"),
+        ),
+        (None, 1, None),
+    ],
+)
+def test_doctor_checks_the_room_of_a_cache_on_disk_and_makes_nothing(
+    tmp_path: Path, folder: str | None, gib: float, expected: tuple[str, str] | None
+) -> None:
+    (tmp_path / "file").touch()
+    given = {"model": str(tmp_path), "database_url": f"sqlite:///{tmp_path}/none.db"}
+    chosen = {"cache_disk": str(tmp_path / folder), "cache_disk_gib": gib} if folder else {}
+    settings = load_settings({**given, **chosen}, strict=False)
+    found = [finding for finding in examine(settings) if finding.subject == "disk"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    if expected is None:
+        assert found == []
+        return
+    severity, words = expected
+    assert found[0].severity == severity
+    assert found[0].words.startswith(words.format(tmp_path))
+
+
 def test_doctor_lists_the_engine_s_abilities(tmp_path: Path) -> None:
     def of(model: str) -> str:
         given = {"model": model, "database_url": f"sqlite:///{tmp_path}/none.db"}

@@ -1,4 +1,4 @@
-"""The simulated fleet: sessions stay at their worker, groups share a cache, tenants their shares."""
+"""The simulated fleet: sessions stay at their worker, groups share a cache, tenants have shares."""
 
 from collections.abc import Iterator
 

@@ -23,6 +23,7 @@ from ops.benchmarks.measure.tables import show
 from ops.benchmarks.peers.service import MeasuredService
 from tokenmill import AsyncClient
 from tokenmill.transport.connect import connect_async
+from tokenmill.transport.repairs import end_task
 from tokenmill_schemas.keys import Keys
 from tokenmill_worker.queue.job_stream import JobStream
 from tokenmill_worker.record import migrate
@@ -121,8 +122,7 @@ class Workers(MeasuredService):
             ]
             await asyncio.gather(*(chat(client, n, pauses) for n, pauses in enumerate(draws)))
             wall_s = time.monotonic() - began
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            await end_task(watch)
         cuts = statistics.quantiles(first_s, n=100)
         return {
             "hits": sum(u.cached_tokens for u in usages) / sum(u.prompt_tokens for u in usages),

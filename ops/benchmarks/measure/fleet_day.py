@@ -12,7 +12,7 @@ from ops.benchmarks.measure.figures import percentile
 from ops.benchmarks.measure.fleet_queue import BULK, CHAT, STANDARD, Day, Job, Queue
 
 DAY_S, TENANTS = 24 * 3600, 20
-DOCUMENT, QUESTION, TURNS, PAUSE_S = 5_000, 150, 8, 60.0  # medians and means of a chat
+DOCUMENT, QUESTION, TURNS, PAUSE_S = 3_000, 150, 8, 60.0  # medians and means of a chat
 TEMPLATE, TEMPLATES, ROW = 2_000, 400, 100  # tokens of a template, templates of a file, tokens
 SINGLE = 1_000  # median tokens of a single question
 FILE_HOURS = {1: 8, 9: 12, 14: 6, 20: 4}  # the hour in which a file comes: the hours that it has
@@ -39,7 +39,7 @@ class Trace:
             prompt = QUESTION + round(DOCUMENT * self._draw.lognormvariate(0.0, 0.6))
             turns = 1 + round(self._draw.expovariate(1 / (TURNS - 1)))
             answer = self._answer()
-            job = Job(CHAT, self._tenant(), number, 0, min(prompt, 30_000), answer, turns=turns)
+            job = Job(CHAT, self._tenant(), number, 0, min(prompt, 16_000), answer, turns=turns)
             yield self._daytime(), [job]
         for _ in range(round(self._num_jobs * SHARES["singles"])):
             prompt = round(SINGLE * self._draw.lognormvariate(0.0, 0.8))

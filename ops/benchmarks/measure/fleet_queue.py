@@ -1,9 +1,9 @@
 """One queue and its workers in virtual time.
 
 Claims follow `claim.lua`: classes with their shares, tenants by virtual time, a job of another
-worker's session held for HELD_S. A worker computes prompts one after the other, decodes all its
-answers in one step, and its cache forgets what was used longest ago. Left out: the way to the queue
-and back, preemption and deaths.
+worker's session held for HELD_S. A worker computes prompts one after the other, people's first,
+decodes all its answers in one step, and its cache forgets what was used longest ago. Left out: the
+way to the queue and back, preemption and deaths.
 """
 
 import heapq
@@ -20,6 +20,7 @@ CHUNK_S = 0.1  # of a step with a chunk of a prompt
 GOOD_S = 5.0  # to the first token of a person's job
 HELD_S, MOST_HELD, MOST_PASSED = 0.5, 32, 32  # as sessions.lua
 MOST_CLAIMED = 32
+BULK_SHARE = 0.6  # of a worker's cache: bulk starts below it, since people take its place
 CHAT, STANDARD, BULK = CLASSES = range(3)
 EVERY = {BULK: 8, STANDARD: 4}  # as fair_queue.lua: one claim in this many is of the class
 WAKE_UP_S = 0.001
@@ -59,10 +60,12 @@ class Worker:
     running: int = 0
     tokens: int = 0  # of its running jobs
     computed: float = 0.0  # when its last prompt is computed
-    num_held: int = 0
+    urgent: float = 0.0  # when its last prompt of a person is
+    held: deque[tuple[float, Job]] = field(default_factory=deque)  # since when
+    num_held: int = 0  # those of them that have not left
 
-    def has_room(self) -> bool:
-        return self.running < PLACES and self.tokens < 0.9 * CACHE
+    def has_room(self, share: float = 0.9) -> bool:
+        return self.running < PLACES and self.tokens < share * CACHE
 
     def look_up(self, job: Job) -> int:
         """Return how many tokens of the job's prompt the cache has."""
@@ -132,7 +135,7 @@ class Queue:
         self._shares: list[list[tuple[float, int]]] = [[] for _ in CLASSES]  # (served, tenant)
         self._served = [[0.0] * num_tenants for _ in CLASSES]
         self._virtual, self._skipped = [0.0 for _ in CLASSES], [0 for _ in CLASSES]
-        self._held: deque[tuple[float, Job]] = deque()  # those without a holder have left
+        self._held: deque[tuple[float, Job]] = deque()  # all; those without a holder have left
         self._holders: dict[Any, Worker] = {}  # by session
         self._events: list[tuple[float, int, Any]] = []
         self._number = 0
@@ -147,8 +150,8 @@ class Queue:
             if now >= until:
                 break
             self._calls = self._day.hours[int(now / 3600)]
-            if event is None:
-                self._claim_held_soon(now)
+            if isinstance(event, Job):
+                self._claim_soon(event, now)
             elif isinstance(event, list):
                 self._arrive(event, now)
             else:
@@ -204,7 +207,7 @@ class Queue:
         passed = 0
         while started < most and worker.has_room():
             found = None
-            for kind in self._order():
+            for kind in self._order(worker):
                 while found is None and self._shares[kind]:
                     job = self._next(kind)
                     if passed < MOST_PASSED and self._passes_over(job, worker, now):
@@ -223,14 +226,15 @@ class Queue:
         self._calls.passed += passed
         return started
 
-    def _order(self) -> list[int]:
-        """Return the classes in the order of this claim."""
+    def _order(self, worker: Worker) -> list[int]:
+        """Return the classes in the order of this claim; bulk leaves room for people."""
         late = [
             kind
             for kind, every in EVERY.items()
             if self._shares[kind] and self._skipped[kind] + 1 >= every
         ]
-        return [*late, *CLASSES]
+        order = [*late, *CLASSES]
+        return order if worker.has_room(BULK_SHARE) else [kind for kind in order if kind != BULK]
 
     def _next(self, kind: int) -> Job:
         """Take the next job of a class: that of the tenant that was served least."""
@@ -249,31 +253,34 @@ class Queue:
             return False
         job.holder = holder
         holder.num_held += 1
+        holder.held.append((now, job))
         self._held.append((now, job))
-        self._at(now + (WAKE_UP_S if holder.has_room() else HELD_S), None)
+        self._at(now + (WAKE_UP_S if holder.has_room() else HELD_S), job)
         return True
 
     def _claim_held(self, worker: Worker, now: float, most: int, *, takes_any: bool = False) -> int:
         """Deliver held jobs: those held for this worker, and those held long enough."""
         started = 0
-        while self._held and self._held[0][1].holder is None:
-            self._held.popleft()
-        for since, job in list(self._held):
-            if started >= most or not worker.has_room():
-                break
-            if job.holder and (job.holder is worker or takes_any or now - since >= HELD_S):
-                job.holder.num_held -= 1
-                job.holder = None
-                self._start(worker, job, now)
-                started += 1
+        for jobs, is_own in ((worker.held, True), (self._held, takes_any)):
+            while jobs and started < most and worker.has_room():
+                since, job = jobs[0]
+                if job.holder and not is_own and now - since < HELD_S:
+                    break
+                jobs.popleft()
+                if job.holder:
+                    job.holder.num_held -= 1
+                    job.holder = None
+                    self._start(worker, job, now)
+                    started += 1
         return started
 
-    def _claim_held_soon(self, now: float) -> None:
-        """Let the holders that have room claim, then another worker with room."""
-        for _, job in list(self._held):
-            if job.holder and job.holder.has_room():
-                self._claim(job.holder, now)
-        if self._held and (worker := self._emptiest()):
+    def _claim_soon(self, job: Job, now: float) -> None:
+        """Let a held job's worker claim if it has room, else any other one that has."""
+        if job.holder is None:
+            return
+        if job.holder.has_room():
+            self._claim(job.holder, now)
+        elif worker := self._emptiest():
             self._claim(worker, now)
 
     # ── the workers ──
@@ -281,7 +288,11 @@ class Queue:
     def _start(self, worker: Worker, job: Job, now: float) -> None:
         hits = worker.look_up(job)
         compute_s = (job.prompt - hits) * PREFILL_S + STEP_S
-        first = worker.computed = max(now, worker.computed) + compute_s
+        if job.kind == BULK:
+            first = worker.computed = max(now, worker.computed) + compute_s
+        else:
+            first = worker.urgent = max(now, worker.urgent) + compute_s
+            worker.computed = max(first, worker.computed + compute_s)
         # until those prompts are computed, each answer gets one token of a step with a chunk
         slow_steps = min(job.answer, (first - now) / CHUNK_S)
         ended = first + job.answer * STEP_S + slow_steps * (CHUNK_S - STEP_S)

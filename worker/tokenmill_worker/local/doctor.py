@@ -8,6 +8,8 @@ Each check gives findings: "ok", "warning" (works, but not as well or as safely 
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,7 +30,7 @@ def examine(settings: Settings, *, servers_only: bool = False) -> list[Finding]:
     """Run each check on its own. A check that fails becomes a finding, and the others still run."""
     checks: list[Callable[[Settings], Iterator[Finding]]] = [_redis, _sql]
     if not servers_only:
-        checks = [_given, *checks, _model, _machine, _packages]
+        checks = [_given, *checks, _model, _cache_disk, _machine, _packages]
     findings: list[Finding] = []
     for check in checks:
         try:
@@ -160,6 +162,26 @@ def _trouble_with_file(path: Path) -> str:
             return "" if file.read(4) == b"GGUF" else " is no GGUF file"
     except OSError as error:
         return f": {error.strerror}"
+
+
+def _cache_disk(settings: Settings) -> Iterator[Finding]:
+    """Check the folder of our engine's cache on disk, and the room there, without making it."""
+    if settings.engine_kind != "own":
+        return
+    config: Any = settings.engine_config()
+    if not config.cache_disk:
+        return
+    given, most = Path(config.cache_disk).expanduser(), config.cache_disk_gib
+    folder = next(path for path in (given, *given.absolute().parents) if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        words = f"cache_disk {given} cannot be used: {folder} is no folder that this user may write"
+        yield Finding("disk", "error", words)
+        return
+    held = sum(path.stat().st_size for path in given.rglob("*.kv"))
+    room = (shutil.disk_usage(folder).free + held) / 2**30
+    words = f"cache_disk {given} may take {most:g} GiB, and there are {room:.1f}"
+    hint = "a smaller TOKENMILL_CACHE_DISK_GIB, or another disk" if room < most else ""
+    yield Finding("disk", "warning" if hint else "ok", words, hint)
 
 
 def _machine(settings: Settings) -> Iterator[Finding]:
