@@ -13,7 +13,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ COSTS = {
 }  # fmt: skip
 SUBMITTED = 2_048  # jobs, of which the time of a submit is measured
 SAMPLE_S = 0.002
+WIDTH = 16  # letters of a bar
 CALLS = ("evalsha", "eval")
 Figures = dict[str, float]
 
@@ -88,11 +90,11 @@ class Workers(MeasuredService):
 
     async def case(
         self, queue: str, options: argparse.Namespace, has_sessions: bool
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Run all chats, and return the figures of their turns."""
         tenant, chance = self._tenant(), random.Random(7)
         first_s: list[float] = []
-        usages: list[Any] = []
+        usages: list[list[Any]] = [[] for _ in range(options.turns)]
 
         async def chat(client: AsyncClient, number: int, pauses: list[float]) -> None:
             text = f"{number} "
@@ -111,7 +113,7 @@ class Workers(MeasuredService):
                     text += chunk.text
                 if turn:  # nobody has the first one's prefix
                     first_s.append(first)
-                    usages.append((await client.result(job)).usage)
+                    usages[turn].append((await client.result(job)).usage)
 
         async with AsyncClient(self.url, queue=queue) as client:
             watch = asyncio.create_task(self._watch(queue))
@@ -125,7 +127,8 @@ class Workers(MeasuredService):
             await end_task(watch)
         cuts = statistics.quantiles(first_s, n=100)
         return {
-            "hits": sum(u.cached_tokens for u in usages) / sum(u.prompt_tokens for u in usages),
+            "hits": _hits(chain(*usages)),
+            "by_turn": [_hits(turn) for turn in usages[1:]],
             "first_ms": cuts[49] * 1e3, "first_p99_ms": cuts[98] * 1e3,
             "wasted_ms": self._wasted_s * 1e3, "wall_s": wall_s,
         }  # fmt: skip
@@ -196,6 +199,22 @@ class Workers(MeasuredService):
         return 1e-6 * sum(int(found.get(f"cmdstat_{name}", {}).get("usec", 0)) for name in CALLS)
 
 
+def _hits(usages: Iterable[Any]) -> float:
+    found = [(usage.cached_tokens, usage.prompt_tokens) for usage in usages]
+    return sum(cached for cached, _ in found) / sum(prompt for _, prompt in found)
+
+
+def _picture(table: Mapping[str, Mapping[str, Any]]) -> str:
+    """Draw the share of hits by turn: a bar of WIDTH letters is all of a prompt."""
+    lines = [" turn  " + "  ".join(f"{case:<{WIDTH + 5}}" for case in table)]
+    for turn, hits in enumerate(
+        zip(*(each["by_turn"] for each in table.values()), strict=True), start=2
+    ):
+        bars = (f"{'█' * round(hit * WIDTH):<{WIDTH}} {hit:>4.0%}" for hit in hits)
+        lines.append(f"{turn:>5}  " + "  ".join(bars))
+    return "\n".join(lines)
+
+
 CASES: Mapping[str, tuple[str, bool]] = {
     "two, without sessions": ("two", False),
     "two, with sessions": ("two", True),
@@ -203,21 +222,28 @@ CASES: Mapping[str, tuple[str, bool]] = {
 }
 
 
+def _medians(found: list[dict[str, Any]]) -> dict[str, Any]:
+    by_turn = zip(*(each["by_turn"] for each in found), strict=True)
+    names = [name for name in found[0] if name != "by_turn"]
+    return {
+        **{name: statistics.median(each[name] for each in found) for name in names},
+        "by_turn": [statistics.median(hits) for hits in by_turn],
+    }
+
+
 async def measure(service: Workers, options: argparse.Namespace) -> dict[str, Any]:
-    rounds: dict[str, list[Figures]] = {case: [] for case in CASES}
+    rounds: dict[str, list[dict[str, Any]]] = {case: [] for case in CASES}
     for number in range(options.rounds):
         for case, (queue, has_sessions) in list(CASES.items())[:: 1 if number % 2 == 0 else -1]:
             rounds[case].append(await service.case(queue, options, has_sessions))
-    table = {
-        case: {name: statistics.median(each[name] for each in found) for name in found[0]}
-        for case, found in rounds.items()
-    }
+    table = {case: _medians(found) for case, found in rounds.items()}
     before, _, one = table.values()
     for figures in table.values():
         figures["share"] = figures["hits"] / one["hits"]
         figures["less"] = 1 - figures["first_ms"] / before["first_ms"]
     title = f"{options.chats} chats of {options.turns} turns"
     show(Console(width=80), title, table, COLUMNS)
+    print(_picture(table))
     options.keep({"results": {title: table}, "rounds": rounds})
     service.end_workers()
     costs = {

@@ -8,6 +8,7 @@ ordinary memory.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import sys
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 _ALIGNMENT = 64  # bytes: a cache line
 _CHUNK = 64 << 20
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 
 
 def zeros(num_bytes: int) -> Tensor:
@@ -30,6 +32,22 @@ def zeros(num_bytes: int) -> Tensor:
         area.madvise(mmap.MADV_HUGEPAGE)
     # the tensor keeps the area alive
     return torch.frombuffer(area, dtype=torch.uint8, count=num_bytes)
+
+
+def populate(memory: Tensor) -> None:
+    """Give zeroed memory its pages, so that no later write waits for them.
+
+    Linux 5.14 and later do it in a third of the time that writing takes.
+    """
+    begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel() * memory.element_size()
+    begin += -begin % mmap.PAGESIZE  # a part of a page stays for its first write
+    has_failed = True
+    if sys.platform.startswith("linux"):
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        has_failed = madvise(begin, max(0, end - begin), _POPULATE_WRITE) != 0
+    if has_failed:
+        memory.zero_()
 
 
 class HugePageArena:

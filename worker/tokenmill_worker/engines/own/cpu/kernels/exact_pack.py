@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from ctypes import CDLL, c_int64, c_void_p
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,22 +141,21 @@ def _in_parts(
 
 def _affine(rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     groups = rows.reshape(-1, INT4_GROUP)
-    codes = torch.zeros(groups.shape, dtype=torch.uint8)
-    scale, zero = torch.zeros(2, len(groups), dtype=torch.float16)
-    left = torch.arange(len(groups))
-    low, high = groups.amin(dim=1), groups.amax(dim=1)
-    for candidate_scale, candidate_zero in _candidates(low, high):
+    codes, scale, zero = (torch.empty(0) for _ in range(3))
+    left: Any = slice(None)  # the groups that no candidate fits yet: at first all, without a copy
+    for candidate_scale, candidate_zero in _candidates(*torch.aminmax(groups, dim=1)):
         some, step, start = groups[left], candidate_scale[left], candidate_zero[left]
         wide, first = step.float()[:, None], start.float()[:, None]
-        found = ((some - first) / torch.where(wide == 0, _TINY, wide)).round_().clamp_(0, 15)
-        exact = (found * wide + first == some).all(dim=1)
-        hits = left[exact]
-        codes[hits], scale[hits], zero[hits] = (
-            found[exact].to(torch.uint8),
-            step[exact],
-            start[exact],
-        )
-        left = left[~exact]
+        found = (some - first).div_(torch.where(wide == 0, _TINY, wide)).round_().clamp_(0, 15)
+        narrow = found.to(torch.uint8)
+        exact = (found.mul_(wide).add_(first) == some).all(dim=1)
+        if isinstance(left, slice):
+            codes, scale, zero = narrow, step, start
+            left = (~exact).nonzero().flatten()
+        else:
+            hits = left[exact]
+            codes[hits], scale[hits], zero[hits] = narrow[exact], step[exact], start[exact]
+            left = left[~exact]
         if not len(left):
             by_row = (len(rows), -1)
             return codes.view(rows.shape), scale.view(by_row), zero.view(by_row)
