@@ -7,27 +7,37 @@ import json
 import os
 import random
 import subprocess
+import tempfile
 import time
 from contextlib import closing, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
+from ops.benchmarks.peers.child import VLLM_VARIABLES, ChildError
 from ops.demonstration.stack import DemoStack
 from tokenmill import Client
 from tokenmill.bulk import Paths, open_store, pending_lines, run_batch
 from tokenmill_worker.engines.own.model.model_files import resolve
 
 TEMPLATE, ROW, ANSWER, PLACES, HELD = 512, 16, 4, 8, 4  # tokens, sequences, templates in the cache
-POOL = HELD * TEMPLATE + PLACES * (ROW + ANSWER)  # tokens
+TAIL = 5  # tokens behind a row, in ChatML
+VLLM_BLOCK = 32  # tokens: the least on a CPU
+FRAME = 48  # tokens of a chat's frame, at most
+POOL = HELD * TEMPLATE + PLACES * (FRAME + ROW + ANSWER)  # tokens
+# each is one token of usual vocabularies, with the space before it
+WORDS = (
+    " time", " year", " people", " way", " day", " man", " thing", " woman", " life", " child",
+    " world", " school", " state", " family", " group", " country", " problem", " hand", " part",
+    " place", " case", " week", " company", " system", " program", " question", " work", " number",
+)  # fmt: skip
 Case = dict[str, float]
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Case]:
     """Return figures by case. With VLLM_PYTHON, vLLM runs the file last."""
-    cases = {
-        "in the file's order": _ours(arguments, is_grouped=False),
-        "template by template": _ours(arguments, is_grouped=True),
-    }
+    cases = {"in the file's order": _ours(arguments, is_grouped=False)}
+    cases["template by template"] = _ours(arguments, is_grouped=True)
+    arguments.keep({"results": {"templates": cases}})
     if python := os.environ.get("VLLM_PYTHON"):
         cases["vllm run-batch"] = _theirs(arguments, Path(python))
     base = cases["in the file's order"]["lines_s"]
@@ -37,20 +47,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, Case]:
 
 
 def _write(path: Path, arguments: argparse.Namespace) -> None:
+    """Write chats, since vLLM's batches take no completions."""
     draw = random.Random("templates")
-    known = (0, 256) if arguments.model.startswith("synthetic") else (100, 40_000)  # tokens
+    is_synthetic = arguments.model.startswith("synthetic")  # a letter is a token
 
-    def ids(count: int) -> list[int]:
-        return [draw.randrange(*known) for _ in range(count)]
+    def text(count: int) -> str:
+        letters, words = "".join(draw.choices("abcdefgh", k=count)), draw.choices(WORDS, k=count)
+        return letters if is_synthetic else "".join(words)
 
-    templates = [ids(TEMPLATE) for _ in range(arguments.templates)]
+    templates = [text(TEMPLATE) for _ in range(arguments.templates)]
     places = [number % arguments.templates for number in range(arguments.lines)]
     draw.shuffle(places)
     with path.open("w") as file:
         for number, place in enumerate(places):
-            body = {"model": arguments.model, "prompt": templates[place] + ids(ROW)}
+            messages = [{"role": "user", "content": templates[place] + text(ROW)}]
+            body = {"model": arguments.model, "messages": messages}
             body |= {"max_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
-            line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
+            line = {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions"}
             file.write(json.dumps({**line, "body": body}) + "\n")
 
 
@@ -65,7 +78,8 @@ def _ours(arguments: argparse.Namespace, *, is_grouped: bool) -> Case:
             with closing(store), alike:
                 totals = run_batch(client, store, source, paths).totals
             wall_s = time.monotonic() - began
-    unique = arguments.templates * TEMPLATE + arguments.lines * ROW
+    frame = totals.input_tokens / arguments.lines - TEMPLATE - ROW  # of each chat, as the same text
+    unique = arguments.templates * TEMPLATE + arguments.lines * (ROW + TAIL) + frame
     computed = (totals.input_tokens - totals.cached_tokens) / unique
     return {
         "completed": totals.completed,
@@ -90,20 +104,30 @@ def _no(_: object) -> tuple[bytes, ...]:
 
 def _theirs(arguments: argparse.Namespace, python: Path) -> Case:
     """Measure from the reading of the file to the output: start and loading do not count."""
-    with DemoStack(arguments.model, "bench") as stack:
-        source, output = stack.directory / "in.jsonl", stack.directory / "out.jsonl"
+    with tempfile.TemporaryDirectory(prefix="tokenmill-bench-") as folder:
+        source, output = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
         _write(source, arguments)
-        command = [str(python.parent / "vllm"), "run-batch", "-i", str(source), "-o", str(output)]
-        command += ["--model", str(resolve(arguments.model)), "--dtype", "float32"]
-        command += ["--served-model-name", arguments.model, "--enforce-eager"]
-        command += ["--max-num-seqs", str(PLACES), "--max-model-len", "2048", "--block-size", "16"]
-        command += ["--num-gpu-blocks-override", str(POOL // 16), "--disable-log-stats"]
-        began = 0.0
-        with subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE) as process:
+        command = [str(python), "-m", "vllm.entrypoints.openai.run_batch", "-i", str(source)]
+        command += ["-o", str(output), "--model", str(resolve(arguments.model))]
+        command += ["--served-model-name", arguments.model, "--dtype", "float32"]
+        command += ["--enforce-eager", "--disable-log-stats", "--max-num-seqs", str(PLACES)]
+        command += ["--max-model-len", "1024", "--block-size", str(VLLM_BLOCK)]
+        command += ["--num-gpu-blocks-override", str(POOL // VLLM_BLOCK)]
+        variables = {**VLLM_VARIABLES, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+        began, said = 0.0, b""
+        with subprocess.Popen(
+            command, env={**os.environ, **variables, "PATH": path},
+            stderr=subprocess.STDOUT, stdout=subprocess.PIPE,
+        ) as process:  # fmt: skip
             assert process.stdout is not None
             for line in process.stdout:
+                said = (said + line)[-4000:]
                 if not began and b"Reading batch from" in line:
                     began = time.time()
+        if not output.exists():
+            raise ChildError(f"vLLM's batch has no output: {said.decode(errors='replace')}")
         wall_s = output.stat().st_mtime - began
-        completed = sum(1 for line in output.open() if '"status_code":200' in line)
+        answers = [json.loads(line) for line in output.open()]
+    completed = sum(answer["response"]["status_code"] == 200 for answer in answers)
     return {"completed": completed, "lines_s": arguments.lines / wall_s}

@@ -270,6 +270,27 @@ def test_adapters_stay_apart_on_disk(llama: Path, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("changes", [
+    {"kv_dtype": "float8_e4m3fn"},
+    {"kv_dtype": "bfloat16"},
+    {"draft_model": "itself", "speculative_tokens": 3},
+], ids=lambda changes: next(iter(changes)))  # fmt: skip
+def test_blocks_of_other_types_and_with_drafts_come_back_as_they_were(
+    llama: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    changes = {**changes, **({"draft_model": str(llama)} if "draft_model" in changes else {})}
+    found = []
+    for disk in (None, tmp_path / "disk", tmp_path / "disk"):
+        engine = engine_of(llama, cache_disk=disk and str(disk), **changes)
+        found.append(engine.generate_batch(LONG, PARAMS))
+        num_read, failures = engine.stats().disk_blocks_read, engine.stats().disk_failures
+        engine.close()
+        assert not sum(failures.values())
+    plain, written, read = map(tokens, found)
+    assert plain == written == read
+    assert num_read >= sum(len(ids) // 8 - 1 for ids in LONG)
+
+
 def test_a_folder_that_cannot_be_used_stops_the_start(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(EngineConfigError, match=r"cache_disk .*file cannot be used"):
