@@ -15,10 +15,10 @@ from ops.benchmarks.measure.fleet_queue import (
     PREFILL_S,
     STEP_S,
     Calls,
-    Day,
     Job,
     Queue,
-    Worker,
+    QueueDay,
+    SimulatedWorker,
 )
 
 
@@ -35,7 +35,9 @@ class Given:
         return None
 
 
-def run(*arrivals: tuple[float, list[Job]], workers: int = 2, has_sessions: bool = True) -> Day:
+def run(
+    *arrivals: tuple[float, list[Job]], workers: int = 2, has_sessions: bool = True
+) -> QueueDay:
     return Queue(workers, 4, Given(*arrivals), has_sessions=has_sessions).run(36 * 3600.0)
 
 
@@ -68,7 +70,7 @@ class TestSessions:
 
 class TestWorker:
     def test_a_cache_forgets_what_was_used_longest_ago(self) -> None:
-        worker = Worker(0)
+        worker = SimulatedWorker(0)
         for prefix in ("a", "b"):
             worker.keep(prefix, CACHE // 2)
         assert worker.look_up(Job(CHAT, 0, "a", 5, 6, 1)) == 5

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from ops.benchmarks.measure.figures import percentile
-from ops.benchmarks.measure.fleet_queue import BULK, CHAT, STANDARD, Day, Job, Queue
+from ops.benchmarks.measure.fleet_queue import BULK, CHAT, STANDARD, Job, Queue, QueueDay
 
 DAY_S, TENANTS = 24 * 3600, 20
 DOCUMENT, QUESTION, TURNS, PAUSE_S = 3_000, 150, 8, 60.0  # medians and means of a chat
@@ -106,14 +106,14 @@ def measure(
     }
 
 
-def _day(task: tuple[str, int, int, int]) -> Day:
+def _day(task: tuple[str, int, int, int]) -> QueueDay:
     case, num_workers, num_jobs, number = task
     has_sessions, is_grouped = CASES[case]
     trace = Trace(num_jobs, f"{number}", is_grouped=is_grouped)
     return Queue(num_workers, TENANTS, trace, has_sessions=has_sessions).run(1.5 * DAY_S)
 
 
-def _figures(days: list[Day], num_workers: int, costs: Any) -> dict[str, float]:
+def _figures(days: list[QueueDay], num_workers: int, costs: Any) -> dict[str, float]:
     def total(name: str) -> float:
         return float(sum(getattr(day, name) for day in days))
 

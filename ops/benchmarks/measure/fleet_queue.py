@@ -41,7 +41,7 @@ class Job:
     due: float = math.inf
     turns: int = 0
     arrived: float = 0.0
-    holder: "Worker | None" = None  # the worker for which it is held
+    holder: "SimulatedWorker | None" = None  # the worker for which it is held
 
 
 class Jobs(Protocol):
@@ -53,7 +53,7 @@ class Jobs(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Worker:
+class SimulatedWorker:
     number: int
     cache: OrderedDict[Any, int] = field(default_factory=OrderedDict)  # by prefix, its tokens
     cached: int = 0
@@ -107,7 +107,7 @@ class Calls:
 
 
 @dataclass(slots=True)
-class Day:
+class QueueDay:
     """What happened in a day. Hits are tokens of `prompts` that a worker had in its cache."""
 
     asked: int = 0
@@ -129,19 +129,19 @@ class Queue:
         self, num_workers: int, num_tenants: int, jobs: Jobs, *, has_sessions: bool
     ) -> None:
         self._jobs, self._has_sessions = jobs, has_sessions
-        self._workers = [Worker(number) for number in range(num_workers)]
+        self._workers = [SimulatedWorker(number) for number in range(num_workers)]
         self._rooms = [(0, n) for n in range(num_workers)]  # (running, worker), also outdated ones
         self._waiting: list[dict[int, deque[Job]]] = [{} for _ in CLASSES]  # by tenant
         self._shares: list[list[tuple[float, int]]] = [[] for _ in CLASSES]  # (served, tenant)
         self._served = [[0.0] * num_tenants for _ in CLASSES]
         self._virtual, self._skipped = [0.0 for _ in CLASSES], [0 for _ in CLASSES]
         self._held: deque[tuple[float, Job]] = deque()  # all; those without a holder have left
-        self._holders: dict[Any, Worker] = {}  # by session
+        self._holders: dict[Any, SimulatedWorker] = {}  # by session
         self._events: list[tuple[float, int, Any]] = []
         self._number = 0
-        self._day = Day()
+        self._day = QueueDay()
 
-    def run(self, until: float) -> Day:
+    def run(self, until: float) -> QueueDay:
         """Return the day; what waits at its end is not good."""
         for moment, jobs in self._jobs.arrivals():
             self._at(moment, jobs)
@@ -186,10 +186,10 @@ class Queue:
             heapq.heappush(self._shares[job.kind], (served, job.tenant))
         tenants[job.tenant].append(job)
 
-    def _holder_of(self, job: Job) -> Worker | None:
+    def _holder_of(self, job: Job) -> SimulatedWorker | None:
         return self._holders.get(job.prefix) if self._has_sessions and job.kind == CHAT else None
 
-    def _emptiest(self) -> Worker | None:
+    def _emptiest(self) -> SimulatedWorker | None:
         """Return a worker with the fewest running jobs; None if no one has room."""
         while self._rooms:
             running, number = self._rooms[0]
@@ -199,7 +199,7 @@ class Queue:
             heapq.heappop(self._rooms)
         return None
 
-    def _claim(self, worker: Worker, now: float, most: int = MOST_CLAIMED) -> int:
+    def _claim(self, worker: SimulatedWorker, now: float, most: int = MOST_CLAIMED) -> int:
         """Deliver up to `most` jobs to a worker; return how many."""
         self._calls.claims += 1
         was_idle = worker.running == 0
@@ -226,7 +226,7 @@ class Queue:
         self._calls.passed += passed
         return started
 
-    def _order(self, worker: Worker) -> list[int]:
+    def _order(self, worker: SimulatedWorker) -> list[int]:
         """Return the classes in the order of this claim; bulk leaves room for people."""
         late = [
             kind
@@ -247,7 +247,7 @@ class Queue:
             heapq.heappush(self._shares[kind], (self._served[kind][tenant], tenant))
         return job
 
-    def _passes_over(self, job: Job, worker: Worker, now: float) -> bool:
+    def _passes_over(self, job: Job, worker: SimulatedWorker, now: float) -> bool:
         holder = self._holder_of(job)
         if holder is None or holder is worker or holder.num_held >= MOST_HELD:
             return False
@@ -258,7 +258,9 @@ class Queue:
         self._at(now + (WAKE_UP_S if holder.has_room() else HELD_S), job)
         return True
 
-    def _claim_held(self, worker: Worker, now: float, most: int, *, takes_any: bool = False) -> int:
+    def _claim_held(
+        self, worker: SimulatedWorker, now: float, most: int, *, takes_any: bool = False
+    ) -> int:
         """Deliver held jobs: those held for this worker, and those held long enough."""
         started = 0
         for jobs, is_own in ((worker.held, True), (self._held, takes_any)):
@@ -285,7 +287,7 @@ class Queue:
 
     # ── the workers ──
 
-    def _start(self, worker: Worker, job: Job, now: float) -> None:
+    def _start(self, worker: SimulatedWorker, job: Job, now: float) -> None:
         hits = worker.look_up(job)
         compute_s = (job.prompt - hits) * PREFILL_S + STEP_S
         if job.kind == BULK:
@@ -325,7 +327,7 @@ class Queue:
         day.hits += hits
         day.prompts += job.shared and job.prompt
 
-    def _end(self, worker: Worker, job: Job, now: float) -> None:
+    def _end(self, worker: SimulatedWorker, job: Job, now: float) -> None:
         worker.running -= 1
         worker.tokens -= job.prompt + job.answer
         heapq.heappush(self._rooms, (worker.running, worker.number))
