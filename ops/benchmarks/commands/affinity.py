@@ -201,7 +201,7 @@ class Workers(MeasuredService):
 
 def _hits(usages: Iterable[Any]) -> float:
     found = [(usage.cached_tokens, usage.prompt_tokens) for usage in usages]
-    return sum(cached for cached, _ in found) / sum(prompt for _, prompt in found)
+    return float(sum(cached for cached, _ in found) / sum(prompt for _, prompt in found))
 
 
 def _picture(table: Mapping[str, Mapping[str, Any]]) -> str:

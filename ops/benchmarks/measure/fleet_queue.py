@@ -45,7 +45,7 @@ class Job:
 
 
 class Jobs(Protocol):
-    """What a queue gets."""
+    """The jobs that a queue gets."""
 
     def arrivals(self) -> Iterator[tuple[float, list[Job]]]: ...
 
@@ -108,7 +108,7 @@ class Calls:
 
 @dataclass(slots=True)
 class QueueDay:
-    """What happened in a day. Hits are tokens of `prompts` that a worker had in its cache."""
+    """The outcome of a day. Hits are tokens of `prompts` that a worker had in its cache."""
 
     asked: int = 0
     good: int = 0
@@ -155,7 +155,7 @@ class Queue:
             elif isinstance(event, list):
                 self._arrive(event, now)
             else:
-                self._end(*event, now)
+                self._end(now, *event)
         return self._day
 
     def _at(self, moment: float, event: Any) -> None:
@@ -327,7 +327,7 @@ class Queue:
         day.hits += hits
         day.prompts += job.shared and job.prompt
 
-    def _end(self, worker: SimulatedWorker, job: Job, now: float) -> None:
+    def _end(self, now: float, worker: SimulatedWorker, job: Job) -> None:
         worker.running -= 1
         worker.tokens -= job.prompt + job.answer
         heapq.heappush(self._rooms, (worker.running, worker.number))

@@ -10,6 +10,7 @@ import torch
 
 from tokenmill_worker.engines.own.attention.reference import ReferenceAttention
 from tokenmill_worker.engines.own.config.cache import LayerGroup, Window, with_common_blocks
+from tokenmill_worker.engines.own.cpu import huge_pages
 from tokenmill_worker.engines.own.cpu.device import CpuDevice
 from tokenmill_worker.engines.own.kv.tensors import KVCachePool
 
@@ -21,13 +22,13 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_pool_takes_its_memory_when_touched() -> None:
+def test_a_pool_takes_its_memory_when_it_gets_its_pages() -> None:
     group = LayerGroup(layers=(0, 1), num_kv_heads=4, head_dim=64, window=None)
     before = resident_bytes()
     pool = KVCachePool.allocate([group], 4096, 16, ReferenceAttention(), torch.float32, CpuDevice())
     assert pool.num_bytes == 256 * MIB
     assert resident_bytes() - before < 32 * MIB
-    pool.touch()
+    huge_pages.populate(pool.blocks)
     assert resident_bytes() - before > 240 * MIB
     assert not pool.blocks.any()
 
@@ -41,7 +42,6 @@ def test_the_groups_share_the_memory_block_by_block(block_size: int) -> None:
     pool = KVCachePool.allocate(
         groups, 6, block_size, ReferenceAttention(), torch.bfloat16, CpuDevice()
     )
-    pool.touch()
     assert [len(group) for group in pool.groups] == [6, 36]
     pool.groups[1][12:18] = 1  # the kernel blocks of block 2
     assert [bool(block.any()) for block in pool.blocks] == [False, False, True] + [False] * 3

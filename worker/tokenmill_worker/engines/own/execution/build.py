@@ -13,6 +13,7 @@ from tokenmill_worker.engines.own.config import EngineConfig, EngineConfigError
 from tokenmill_worker.engines.own.config.cache import CacheConfig
 from tokenmill_worker.engines.own.config.capabilities import CAPABILITIES, WITHOUT_GRAMMARS
 from tokenmill_worker.engines.own.config.machine import usable_cores
+from tokenmill_worker.engines.own.cpu import huge_pages
 from tokenmill_worker.engines.own.cpu.device import CpuDevice
 from tokenmill_worker.engines.own.cuda.device import CudaDevice
 from tokenmill_worker.engines.own.device import Device
@@ -116,7 +117,7 @@ def build_runner(
 
     pool = allocate(cache_config.num_blocks, device)
     if device.uses_host_memory and pool.num_bytes <= device.free_memory() // 2:
-        pool.touch()  # if memory is scarce, blocks are allocated at first use
+        huge_pages.populate(pool.blocks)  # if memory is scarce, pages come at first use
     num_host_blocks = cache_config.num_host_blocks
     host_pool = allocate(num_host_blocks, CpuDevice()) if num_host_blocks else None
     grammars = _grammar_compiler(loaded, config)

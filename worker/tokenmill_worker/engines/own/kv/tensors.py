@@ -15,7 +15,6 @@ from torch import Tensor
 from tokenmill_worker.engines.own.attention import AttentionBackend
 from tokenmill_worker.engines.own.config import EngineConfig
 from tokenmill_worker.engines.own.config.cache import LayerGroup, numbers_in_block
-from tokenmill_worker.engines.own.cpu import huge_pages
 from tokenmill_worker.engines.own.device import Device
 
 _DTYPES = {
@@ -78,10 +77,6 @@ class KVCachePool:
                 (views if part is group else drafts).append(view)
                 start = stop
         return cls(memory.view(num_blocks, numbers), tuple(views), tuple(drafts))
-
-    def touch(self) -> None:
-        """Give an empty pool its memory, so that no later step waits for page faults."""
-        huge_pages.populate(self.blocks)
 
     def layer(self, group: int, index: int) -> Tensor:
         """Return a view of the group's index-th layer: `[num_kernel_blocks, 2, *block_shape]`."""
