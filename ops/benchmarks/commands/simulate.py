@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.fleet:
         days = fleet_day.measure(options.jobs, options.workers, options.queues, costs)
         title = f"A day of {options.queues} queues, {options.workers} workers"
-        show(Console(width=100), title, days, FLEET)
+        show(Console(width=120), title, days, FLEET)
         return {"results": {title: days}}
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name, mix in MIXES.items():
