@@ -150,7 +150,7 @@ def _affine(rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         narrow = found.to(torch.uint8)
         exact = (found.mul_(wide).add_(first) == some).all(dim=1)
         if isinstance(left, slice):
-            codes, scale, zero = narrow, step, start
+            codes, scale, zero = narrow, step.clone(), start  # the candidates go on with it
             left = (~exact).nonzero().flatten()
         else:
             hits = left[exact]
