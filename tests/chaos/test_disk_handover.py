@@ -2,18 +2,16 @@
 answer, and computes none of its prompt again.
 """
 
-import os
-import signal
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.chaos.processes import WorkerProcess
 from tests.support.waiting import until
-from tests.support.worker import QUEUE, client_of, database_url, running_worker
+from tests.support.worker import client_of, database_url, running_worker
 from tokenmill_schemas.result import JobStatus
-from tokenmill_worker.local.child_process import GuardedProcess
 
 pytestmark = [
     pytest.mark.redis, pytest.mark.chaos, pytest.mark.model, pytest.mark.timeout(300),
@@ -27,30 +25,22 @@ MODEL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def start(variables: dict[str, object]) -> GuardedProcess:
-    tokenmill = str(Path(sys.executable).with_name("tokenmill"))
-    named = {f"TOKENMILL_{name.upper()}": str(value) for name, value in variables.items()}
-    environment = {**os.environ, **named}  # noqa: TID251 - a child's
-    return GuardedProcess([tokenmill, "worker"], env=environment, output=None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "by",
+    "leave",
     [
-        pytest.param(signal.SIGTERM, id="drained", marks=pytest.mark.long),
-        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(WorkerProcess.ask_to_end, id="drained", marks=pytest.mark.long),
+        pytest.param(WorkerProcess.kill, id="killed"),
     ],
 )
 async def test_a_successor_reads_the_blocks_of_a_running_answer(
-    redis_url: str, tmp_path: Path, by: int
+    redis_url: str, tmp_path: Path, leave: Callable[[WorkerProcess], None]
 ) -> None:
     database, disk = database_url(tmp_path), tmp_path / "disk"
     settings = {**MODEL, "cache_disk": str(disk)}
-    first = start({
-        "redis_url": redis_url, "database_url": database, "queue": QUEUE, "lease_seconds": 2,
-        "drain_seconds": 0, **settings,
-    })  # fmt: skip
+    first = WorkerProcess(
+        "first", redis_url, database, tmp_path / "log", in_process=True, drain_seconds=0, **settings
+    )
     fields: dict[str, Any] = {
         "prompt_ids": PROMPT, "max_tokens": 96, "temperature": 0.8, "seed": 7, "ignore_eos": True,
     }  # fmt: skip
@@ -63,7 +53,9 @@ async def test_a_successor_reads_the_blocks_of_a_running_answer(
             if chunk.end >= 8:
                 break
         await until(lambda: len([*disk.rglob("*.kv")]) >= NUM_BLOCKS)
-        first.end(by)
+        leave(first)
+        await first.wait()
+        assert list(first.problems()) == []
         async with running_worker(
             redis_url, database, worker_id="next", in_process=True, **settings
         ) as worker:
