@@ -172,13 +172,24 @@ def test_bench_bulk_records_both_cases(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.redis
 @pytest.mark.slow
-def test_bench_affinity_records_hits_and_costs(tmp_path: Path) -> None:
+def test_bench_affinity_records_hits(tmp_path: Path) -> None:
     out = tmp_path / "affinity.json"
     sizes = ["--chats", "6", "--turns", "3", "--pause", "0.2", "--rounds", "1"]
-    assert main(["affinity", *sizes, "--backlog", "200", "--claims", "50", "--json", str(out)]) == 0
+    assert main(["affinity", *sizes, "--json", str(out)]) == 0
     results = json.loads(out.read_text())["results"]
     for figures in results["6 chats of 3 turns"].values():
         assert 0 < figures["hits"] < 1
         assert 0 < figures["first_ms"] <= figures["first_p99_ms"]
-    assert all(figures["claim_us"] > 0 for figures in results["claims"].values())
-    assert len(results["claims"]) == 4
+
+
+@pytest.mark.redis
+def test_bench_backlog_compares_a_full_queue_with_an_empty_one(tmp_path: Path) -> None:
+    out = tmp_path / "backlog.json"
+    sizes = ["--jobs", "2000", "--sessions", "10", "--rounds", "2", "--claims", "8"]
+    assert main(["backlog", *sizes, "--json", str(out)]) == 0
+    (cases,) = json.loads(out.read_text())["results"].values()
+    empty, full, _, sessions = cases.values()
+    assert full["memory_mib"] > empty["memory_mib"] + 1, "the jobs wait"
+    assert {"claim_ratio", "submit_ratio"} <= set(full) & set(sessions)
+    assert all(figures["claim_us"] > 0 < figures["submit_us"] for figures in cases.values())
+    assert full["calls"] == empty["calls"] == 1, "each claim has a job"

@@ -2,8 +2,7 @@
 
 Chats of several turns go to two workers with the synthetic engine, whose step takes as long as a
 Llama-3-8B's on a GPU: first without sessions, as jobs were claimed before there were any, then with
-them; last to one worker alone. Waste is the time in which a job waits and a worker has none. Then
-the server's time for a claimed and a submitted job is measured, with no job and with many waiting.
+them; last to one worker alone. Waste is the time in which a job waits and a worker has none.
 """
 
 import argparse
@@ -26,7 +25,6 @@ from tokenmill import AsyncClient
 from tokenmill.transport.connect import connect_async
 from tokenmill.transport.repairs import end_task
 from tokenmill_schemas.keys import Keys
-from tokenmill_worker.queue.job_stream import JobStream
 from tokenmill_worker.record import migrate
 
 MODEL = "synthetic?step_ms=8&token_us=28&length=16384"
@@ -36,15 +34,8 @@ COLUMNS = {
     "first_p99_ms": ("\np99", "{:.0f}"), "wasted_ms": ("waste\nms", "{:.0f}"),
     "wall_s": ("\ns", "{:.1f}"),
 }  # fmt: skip
-COSTS = {
-    "claim_us": ("µs a\nclaimed job", "{:.0f}"), "submit_us": ("µs a\nsubmitted job", "{:.1f}"),
-    "calls": ("claims\na job", "{:.2f}"),
-}  # fmt: skip
-SUBMITTED = 2_048  # jobs, of which the time of a submit is measured
 SAMPLE_S = 0.002
 WIDTH = 16  # letters of a bar
-CALLS = ("evalsha", "eval")
-Figures = dict[str, float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,8 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--pause", type=float, default=2.0, help="mean seconds between turns")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--backlog", type=int, default=1_000_000)
-    parser.add_argument("--claims", type=int, default=4_000)
 
 
 class Workers(MeasuredService):
@@ -152,52 +141,6 @@ class Workers(MeasuredService):
                 last = now
                 await asyncio.sleep(SAMPLE_S)
 
-    async def claims(self, options: argparse.Namespace, backlog: int, sessions: int) -> Figures:
-        """Return the server's time per job that two busy workers claim in turns, one at a time, and
-        per job that is submitted then.
-        """
-        queue, calls, seconds, claimed = f"claims-{backlog}-{sessions}", 0, 0.0, 0
-        async with AsyncClient(self.url, queue=queue) as client, connect_async(self.url) as redis:
-            keys = Keys(queue)
-            await redis.hset(keys.meta, "served", 1)
-            workers = [JobStream(redis, keys, name) for name in ("a", "b")]
-
-            async def fill(count: int) -> None:
-                for first in range(0, count, 8_192):
-                    await client.submit_many(
-                        {"prompt": "x", "session": f"s{n % sessions}" if sessions else ""}
-                        for n in range(first, min(first + 8_192, count))
-                    )
-
-            await fill(max(backlog, 64))
-            for worker in workers:
-                await worker.claim(32)
-            while claimed < options.claims:
-                if not backlog:
-                    await fill(100)
-                before = await self._scripts_s(redis)
-                got = -1
-                while got and claimed < options.claims:
-                    got = 0
-                    for worker in workers:
-                        got += len(await worker.claim(1))
-                        calls += 1
-                    claimed += got
-                seconds += await self._scripts_s(redis) - before
-            before = await self._scripts_s(redis)
-            await fill(SUBMITTED)
-            submit_s = await self._scripts_s(redis) - before
-            await redis.flushdb()
-        return {
-            "claim_us": seconds / claimed * 1e6,
-            "submit_us": submit_s / SUBMITTED * 1e6,
-            "calls": calls / claimed,
-        }
-
-    async def _scripts_s(self, redis: Any) -> float:
-        found = await redis.info("commandstats")
-        return 1e-6 * sum(int(found.get(f"cmdstat_{name}", {}).get("usec", 0)) for name in CALLS)
-
 
 def _hits(usages: Iterable[Any]) -> float:
     found = [(usage.cached_tokens, usage.prompt_tokens) for usage in usages]
@@ -244,17 +187,7 @@ async def measure(service: Workers, options: argparse.Namespace) -> dict[str, An
     title = f"{options.chats} chats of {options.turns} turns"
     show(Console(width=80), title, table, COLUMNS)
     print(_picture(table))
-    options.keep({"results": {title: table}, "rounds": rounds})
-    service.end_workers()
-    costs = {
-        f"{backlog:,} behind it, {f'{sessions:,} sessions' if sessions else 'no session'}": (
-            await service.claims(options, backlog, sessions)
-        )
-        for backlog in (0, options.backlog)
-        for sessions in (0, 1_000)
-    }
-    show(Console(width=80), "claims", costs, COSTS)
-    return {"results": {title: table, "claims": costs}, "rounds": rounds}
+    return {"results": {title: table}, "rounds": rounds}
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
