@@ -18,8 +18,10 @@ from tokenmill_worker.text.tokenizer import AS_NAMED, Tokenizer
 LOADS = """
 import sys
 from pathlib import Path
-from tokenmill_worker.text.tokenizer import Tokenizer
+from tokenmill_worker.text.tokenizer import Tokenizer, import_library
+from threading import Thread
 
+Thread(target=import_library).start()  # as in a worker whose engine was loaded quickly
 print(type(Tokenizer.load(Path(sys.argv[1]))._tokenizer).__name__, "torch" in sys.modules)
 """
 

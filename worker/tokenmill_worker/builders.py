@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import msgspec
@@ -19,11 +20,14 @@ from tokenmill_worker.settings import Settings
 from tokenmill_worker.settings.model_names import read_aliases, read_template
 from tokenmill_worker.telemetry import Tracing
 from tokenmill_worker.telemetry.worker_status import package_version
-from tokenmill_worker.text.tokenizer import Tokenizer
+from tokenmill_worker.text.tokenizer import Tokenizer, import_library
 
 
 def engine_host(settings: Settings, config: Any) -> EngineHost:
-    """Create the host of one engine."""
+    """Create the host of one engine. While the engine loads, a thread imports what
+    `input_processor` needs.
+    """
+    threading.Thread(target=import_library, name="imports", daemon=True).start()
     start = start_of(config, settings.cache_dir)
     return EngineProcess(start, settings.stall_seconds, python=settings.engine_python)
 

@@ -80,6 +80,57 @@ def test_a_reason_is_one_line_of_whole_sentences_and_the_log_has_the_rest(
     assert len(in_one_line("x" * 999)) == LONGEST
 
 
+def engine_of(source: str, folder: Path) -> EngineUnderTest:
+    """Start the process of an engine whose module `serve` has this source."""
+    package = folder / "mine" / "engine"
+    package.mkdir(parents=True)
+    (package / "config.py").write_text("from ops.examples.engine.config import KIND\n")
+    (package / "serve.py").write_text(source)
+    paths = os.pathsep.join([str(folder), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}  # noqa: TID251 - the process's
+    start = Start(engine="mine.engine", settings={"model": "alphabet"})
+    return EngineUnderTest([sys.executable, "-m", CHILD_MODULE], start, environment)
+
+
+COLLECTOR = """\
+import gc
+from ops.examples.engine import serve as example
+from tokenmill_worker.contract.messages import LoadProgress
+def state(emit, when):
+    emit(LoadProgress(f"{when}: {gc.isenabled()}, {gc.get_freeze_count()}", 0.0))
+imported = gc.isenabled()
+def serve(start, mailbox, emit):
+    emit(LoadProgress(f"imported: {imported}", 0.0))
+    state(emit, "loading")
+    def pass_on(report):
+        emit(report)
+        if isinstance(report, example.Ready):
+            state(emit, "ready")
+    return example.serve(start, mailbox, pass_on)
+"""
+
+
+def test_the_collector_rests_while_an_engine_is_imported_and_skips_what_is_loaded(
+    tmp_path: Path,
+) -> None:
+    engine = engine_of(COLLECTOR, tmp_path)
+    said: list[tuple[str, str, int]] = []
+    try:
+        assert engine.report() == LoadProgress("importing the engine", 0.0)
+        assert engine.report() == LoadProgress("imported: False", 0.0)
+        while len(said) < 2:
+            report = engine.report()
+            if isinstance(report, LoadProgress):
+                when, _, found = report.message.partition(": ")
+                is_enabled, _, frozen = found.partition(", ")
+                said.append((when, is_enabled, int(frozen)))
+    finally:
+        engine.kill()
+    (loading, in_loading, libraries), (ready, in_ready, everything) = said
+    assert (loading, in_loading, ready, in_ready) == ("loading", "True", "ready", "True")
+    assert 1_000 < libraries < everything
+
+
 BEFORE = "ZeroDivisionError: division by zero (serve.py, line 2)"
 AFTER = "KeyError (serve.py, line 5)"
 RAISES_BEFORE = "def serve(start, mailbox, emit):\n    1 / 0\n"
@@ -102,14 +153,7 @@ def serve(start, mailbox, emit):
 def test_an_error_that_serve_raises_is_reported_in_one_sentence(
     source: str, words: str, is_ready: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    package = tmp_path / "mine" / "engine"
-    package.mkdir(parents=True)
-    (package / "config.py").write_text("from ops.examples.engine.config import KIND\n")
-    (package / "serve.py").write_text(source)
-    paths = os.pathsep.join([str(tmp_path), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths}  # noqa: TID251 - the process's
-    start = Start(engine="mine.engine", settings={"model": "alphabet"})
-    engine = EngineUnderTest([sys.executable, "-m", CHILD_MODULE], start, environment)
+    engine = engine_of(source, tmp_path)
     try:
         if is_ready:
             engine.ready()

@@ -141,23 +141,17 @@ def _of_code_points(longest: list[int]) -> Weights:
     """Return what each code point counts: as much as the bytes of its UTF-8 together."""
     # a byte that no token has is left out of the text
     byte = np.array([1 / length if length else 0.0 for length in longest])
-    point = np.arange(_NUM_CODE_POINTS)
-    last = byte[0x80 | point & 0x3F]
-    second, third = byte[0x80 | point >> 6 & 0x3F], byte[0x80 | point >> 12 & 0x3F]
-    weights = np.where(
-        point < 0x80,
-        byte[point & 0x7F],
-        np.where(
-            point < 0x800,
-            byte[0xC0 | point >> 6 & 0x1F] + last,
-            np.where(
-                point < 0x10000,
-                byte[0xE0 | point >> 12 & 0x0F] + second + last,
-                byte[0xF0 | point >> 18] + third + second + last,
-            ),
-        ),
-    )
-    return weights.astype(np.float32)
+    last = byte[0x80:0xC0]
+    second, third = last[:, None], last[:, None, None]
+    # all code points up to the largest that so many bytes can spell
+    of_two = byte[0xC0:0xE0, None] + last
+    of_three = byte[0xE0:0xF0, None, None] + second + last
+    of_four = byte[0xF0:0xF5, None, None, None] + third + second + last
+    weights: Weights = of_four.ravel()[:_NUM_CODE_POINTS].astype(np.float32)
+    weights[:0x10000] = of_three.ravel()
+    weights[:0x800] = of_two.ravel()
+    weights[:0x80] = byte[:0x80]
+    return weights
 
 
 def _with_composition(weights: Weights) -> Weights:

@@ -7,8 +7,10 @@ compares the number of tokens with the model's length.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -38,6 +40,8 @@ AS_NAMED: Final[Mapping[str, frozenset[str]]] = {
     "gemma3": frozenset({"GemmaTokenizer"}),
     "gemma3_text": frozenset({"GemmaTokenizer"}),
 }
+
+_importing = threading.Lock()
 
 
 class Tokenizer:
@@ -157,6 +161,12 @@ class Tokenizer:
         )
 
 
+def import_library() -> None:
+    """Import what `Tokenizer.load` needs. A worker does it while its engine loads the model."""
+    with contextlib.suppress(ImportError):  # `load` raises it again
+        _imported()
+
+
 def _load(folder: Path, trust_remote_code: bool) -> Any:
     """Load the tokenizer by its class name if the class is known to be the one that the files name.
     AutoTokenizer would read the model's settings for the class, and so import torch: seconds of
@@ -175,13 +185,20 @@ def _load(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _imported() -> Any:
-    """Import Transformers without its advice to install PyTorch, which no tokenizer needs."""
+    """Import Transformers without its advice to install PyTorch, which no tokenizer needs.
+
+    One thread at a time: two that import parts of it, each in its own order, may wait for each
+    other, and Python then gives one of them a module that is not complete.
+    """
     advice = logging.getLogger("transformers")
-    advice.disabled = True
-    try:
-        import transformers
-    finally:
-        advice.disabled = False
+    with _importing:
+        advice.disabled = True
+        try:
+            import transformers
+
+            _ = transformers.TokenizersBackend  # where most of the time goes
+        finally:
+            advice.disabled = False
     return transformers
 
 

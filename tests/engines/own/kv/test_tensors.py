@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -22,15 +23,27 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_pool_takes_its_memory_when_it_gets_its_pages() -> None:
+def test_a_pool_takes_its_memory_when_it_gets_its_pages_and_keeps_what_it_holds() -> None:
     group = LayerGroup(layers=(0, 1), num_kv_heads=4, head_dim=64, window=None)
     before = resident_bytes()
     pool = KVCachePool.allocate([group], 4096, 16, ReferenceAttention(), torch.float32, CpuDevice())
     assert pool.num_bytes == 256 * MIB
+    pool.blocks[7] = 1
     assert resident_bytes() - before < 32 * MIB
-    huge_pages.populate(pool.blocks)
+    huge_pages.populate(pool.blocks).join(60)
     assert resident_bytes() - before > 240 * MIB
-    assert not pool.blocks.any()
+    assert pool.blocks[7].all()
+    assert pool.blocks.count_nonzero() == pool.blocks[7].numel()
+
+
+def test_memory_that_is_freed_ends_the_thread_that_gives_it_pages() -> None:
+    memory = huge_pages.zeros(256 * MIB)
+    thread = huge_pages.populate(memory)
+    freed = weakref.ref(memory)
+    del memory
+    thread.join(60)
+    assert not thread.is_alive()
+    assert freed() is None
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
