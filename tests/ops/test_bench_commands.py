@@ -172,6 +172,23 @@ def test_bench_bulk_records_both_cases(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.redis
 @pytest.mark.slow
+def test_bench_bulk_records_both_orders_of_templates_and_the_jobs_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_PYTHON", raising=False)
+    out = tmp_path / "templates.json"
+    sizes = ["--templates", "8", "--lines", "400"]
+    assert main(["bulk", *sizes, "--beside", "--json", str(out)]) == 0
+    shuffled, grouped = json.loads(out.read_text())["results"]["templates"].values()
+    assert shuffled["completed"] == grouped["completed"] == 400
+    assert shuffled["computed"] > grouped["computed"] >= 1
+    for case in (shuffled, grouped):
+        assert 0 < case["interactive_p50"] <= case["interactive_p99"]
+        assert 0 < case["bulk_kept"] <= 1
+
+
+@pytest.mark.redis
+@pytest.mark.slow
 def test_bench_affinity_records_hits(tmp_path: Path) -> None:
     out = tmp_path / "affinity.json"
     sizes = ["--chats", "6", "--turns", "3", "--pause", "0.2", "--rounds", "1"]

@@ -1,5 +1,8 @@
 """A shuffled file of templates: in the order that `tokenmill.bulk` gives it, in its own order, and
 through `vllm run-batch`, with a KV cache that holds four templates.
+
+With `--beside`, two other tenants submit jobs with deadlines meanwhile: one interactive ones, one
+bulk ones.
 """
 
 import argparse
@@ -9,14 +12,18 @@ import random
 import subprocess
 import tempfile
 import time
-from contextlib import closing, nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
+from threading import Event, Thread
 from unittest.mock import patch
 
+from ops.benchmarks.measure.figures import percentile
 from ops.benchmarks.peers.child import VLLM_VARIABLES, ChildError
 from ops.demonstration.stack import DemoStack
 from tokenmill import Client
 from tokenmill.bulk import Paths, open_store, pending_lines, run_batch
+from tokenmill_schemas.result import JobStatus
 from tokenmill_worker.engines.own.model.model_files import resolve
 
 TEMPLATE, ROW, ANSWER, PLACES, HELD = 512, 16, 4, 8, 4  # tokens, sequences, templates in the cache
@@ -30,6 +37,8 @@ WORDS = (
     " world", " school", " state", " family", " group", " country", " problem", " hand", " part",
     " place", " case", " week", " company", " system", " program", " question", " work", " number",
 )  # fmt: skip
+# class of the jobs beside the file → seconds between two, and to the deadline of each
+BESIDE = {"interactive": (0.5, 5.0), "bulk": (1.0, 20.0)}
 Case = dict[str, float]
 
 
@@ -75,9 +84,10 @@ def _ours(arguments: argparse.Namespace, *, is_grouped: bool) -> Case:
         with Client(stack.redis_url, queue=stack.queue, database=stack.database_url) as client:
             store, began = open_store(client), time.monotonic()
             alike = nullcontext() if is_grouped else patch.object(pending_lines, "fingerprint", _no)
-            with closing(store), alike:
+            others = _beside(client) if arguments.beside else nullcontext({})
+            with closing(store), alike, others as beside:
                 totals = run_batch(client, store, source, paths).totals
-            wall_s = time.monotonic() - began
+                wall_s = time.monotonic() - began
     frame = totals.input_tokens / arguments.lines - TEMPLATE - ROW  # of each chat, as the same text
     unique = arguments.templates * TEMPLATE + arguments.lines * (ROW + TAIL) + frame
     computed = (totals.input_tokens - totals.cached_tokens) / unique
@@ -85,7 +95,51 @@ def _ours(arguments: argparse.Namespace, *, is_grouped: bool) -> Case:
         "completed": totals.completed,
         "computed": computed,
         "lines_s": arguments.lines / wall_s,
+        **beside,
     }
+
+
+@contextmanager
+def _beside(client: Client) -> Iterator[Case]:
+    """Submit jobs of two other tenants in the context, and yield what has their figures behind
+    it.
+    """
+    figures: Case = {}
+    jobs: dict[str, list[str]] = {priority: [] for priority in BESIDE}
+    is_over = Event()
+
+    def submit(priority: str) -> None:
+        pause_s, deadline_s = BESIDE[priority]
+        while True:
+            text = f"{len(jobs[priority])} {priority}" + "".join(WORDS)
+            jobs[priority].append(
+                client.submit(
+                    prompt=text, max_tokens=ANSWER, ignore_eos=True, tenant=priority,
+                    priority=priority, deadline=deadline_s,
+                )
+            )  # fmt: skip
+            if is_over.wait(pause_s):
+                return
+
+    threads = [Thread(target=submit, args=(priority,)) for priority in BESIDE]
+    for thread in threads:
+        thread.start()
+    try:
+        yield figures
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    for priority, submitted in jobs.items():
+        done = [client.result(job, timeout=60) for job in submitted]
+        took_s = [
+            (each.finished_ms - each.created_ms) / 1000
+            for each in done
+            if each.status is JobStatus.SUCCEEDED
+        ]
+        figures[f"{priority}_kept"] = len(took_s) / len(done)
+        figures[f"{priority}_p50"] = percentile(took_s, 0.5)
+        figures[f"{priority}_p99"] = percentile(took_s, 0.99)
 
 
 def _settings(model: str) -> dict[str, object]:
