@@ -12,7 +12,7 @@ import random
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from threading import Event, Thread
@@ -84,7 +84,7 @@ def _ours(arguments: argparse.Namespace, *, is_grouped: bool) -> Case:
         with Client(stack.redis_url, queue=stack.queue, database=stack.database_url) as client:
             store, began = open_store(client), time.monotonic()
             alike = nullcontext() if is_grouped else patch.object(pending_lines, "fingerprint", _no)
-            others = _beside(client) if arguments.beside else nullcontext({})
+            others = _beside(client, BESIDE if arguments.beside else {})
             with closing(store), alike, others as beside:
                 totals = run_batch(client, store, source, paths).totals
                 wall_s = time.monotonic() - began
@@ -100,16 +100,16 @@ def _ours(arguments: argparse.Namespace, *, is_grouped: bool) -> Case:
 
 
 @contextmanager
-def _beside(client: Client) -> Iterator[Case]:
-    """Submit jobs of two other tenants in the context, and yield what has their figures behind
-    it.
+def _beside(client: Client, classes: Mapping[str, tuple[float, float]]) -> Iterator[Case]:
+    """Submit jobs of these classes in the context, each from a tenant of its own, and yield what
+    has their figures behind it.
     """
     figures: Case = {}
-    jobs: dict[str, list[str]] = {priority: [] for priority in BESIDE}
+    jobs: dict[str, list[str]] = {priority: [] for priority in classes}
     is_over = Event()
 
     def submit(priority: str) -> None:
-        pause_s, deadline_s = BESIDE[priority]
+        pause_s, deadline_s = classes[priority]
         while True:
             text = f"{len(jobs[priority])} {priority}" + "".join(WORDS)
             jobs[priority].append(
@@ -121,7 +121,7 @@ def _beside(client: Client) -> Iterator[Case]:
             if is_over.wait(pause_s):
                 return
 
-    threads = [Thread(target=submit, args=(priority,)) for priority in BESIDE]
+    threads = [Thread(target=submit, args=(priority,)) for priority in classes]
     for thread in threads:
         thread.start()
     try:
