@@ -72,6 +72,15 @@ def test_doctor_checks_the_room_of_a_cache_on_disk_and_makes_nothing(
     assert found[0].words.startswith(words.format(tmp_path))
 
 
+def test_doctor_counts_the_files_of_a_cache_on_disk_from_which_one_vanishes(tmp_path: Path) -> None:
+    (tmp_path / "held.kv").write_bytes(bytes(1000))
+    (tmp_path / "gone.kv").symlink_to(tmp_path / "nothing")
+    given = {"model": str(tmp_path), "database_url": f"sqlite:///{tmp_path}/none.db"}
+    chosen = {"cache_disk": str(tmp_path), "cache_disk_gib": 0.001}
+    found = examine(load_settings({**given, **chosen}, strict=False))
+    assert [finding.severity for finding in found if finding.subject == "disk"] == ["ok"]
+
+
 def test_doctor_lists_the_engine_s_abilities(tmp_path: Path) -> None:
     def of(model: str) -> str:
         given = {"model": model, "database_url": f"sqlite:///{tmp_path}/none.db"}

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from ops.benchmarks.measure.tables import show
-from ops.benchmarks.peers.service import MeasuredService
+from ops.benchmarks.peers.service import TOKENMILL, MeasuredService
 from tokenmill import AsyncClient
 from tokenmill.transport.connect import connect_async
 from tokenmill.transport.repairs import end_task
@@ -56,7 +56,7 @@ class Workers(MeasuredService):
         self.url = f"unix://{self.socket}"
         database = f"sqlite:///{self.folder}/results.db"
         migrate.upgrade(database)
-        worker = [str(Path(sys.executable).with_name("tokenmill")), "worker"]
+        worker = [TOKENMILL, "worker"]
         self.start(
             {name: [*worker, "--queue", name[:3]] for name in ("two-a", "two-b", "one")},
             {

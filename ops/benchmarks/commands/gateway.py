@@ -24,7 +24,7 @@ from rich.console import Console
 from ops.benchmarks.measure.tables import show
 from ops.benchmarks.peers import openai_servers
 from ops.benchmarks.peers.child import vllm_python
-from ops.benchmarks.peers.service import MeasuredService, cpu_seconds
+from ops.benchmarks.peers.service import TOKENMILL, MeasuredService, cpu_seconds
 from tokenmill_worker.local.valkey_server import free_port
 from tokenmill_worker.record import migrate
 
@@ -57,12 +57,11 @@ class Gateway(MeasuredService):
         database = f"sqlite:///{self.folder}/results.db"
         migrate.upgrade(database)
         self.port = free_port()
-        tokenmill = str(Path(sys.executable).with_name("tokenmill"))
         model = ["--model", f"{MODEL}=q", "--model", "nobody=nobody"]
         self.start(
             {
-                "worker": [tokenmill, "worker"],
-                "gateway": [tokenmill, "gateway", "--open", "--port", str(self.port), *model],
+                "worker": [TOKENMILL, "worker"],
+                "gateway": [TOKENMILL, "gateway", "--open", "--port", str(self.port), *model],
             },
             {
                 "TOKENMILL_REDIS_URL": self.redis_url, "TOKENMILL_DATABASE_URL": database,

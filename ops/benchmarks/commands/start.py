@@ -9,17 +9,15 @@ import json
 import os
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from datetime import datetime
-from pathlib import Path
 
 from rich.console import Console
 
 from ops.benchmarks.measure.quiet import wait_until_quiet
 from ops.benchmarks.measure.tables import show
-from ops.benchmarks.peers.service import MeasuredService
+from ops.benchmarks.peers.service import TOKENMILL, MeasuredService
 from tokenmill import Client
 from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.record import migrate
@@ -68,7 +66,7 @@ def _start(client: Client, settings: dict[str, str]) -> dict[str, float]:
     """Return when each part ended, in seconds from the start of the process."""
     wait_until_quiet()
     job = client.submit(prompt="The sky is", max_tokens=2)
-    command = [str(Path(sys.executable).with_name("tokenmill")), "worker"]
+    command = [TOKENMILL, "worker"]
     variables = {f"TOKENMILL_{name}": value for name, value in settings.items()}
     with tempfile.TemporaryFile() as log:
         began = time.time()

@@ -8,7 +8,6 @@ import asyncio
 import os
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import openai
 from openai import AsyncOpenAI
 
 from ops.benchmarks.peers.child import VLLM_VARIABLES
-from ops.benchmarks.peers.service import MeasuredService
+from ops.benchmarks.peers.service import TOKENMILL, MeasuredService
 from tokenmill_worker.engines.own.model.model_files import resolve
 from tokenmill_worker.local.valkey_server import free_port
 from tokenmill_worker.record import migrate
@@ -45,19 +44,12 @@ class OpenAIServer(MeasuredService):
             settings |= {
                 "ENGINE": "vllm", "ENGINE_PYTHON": str(python), "ENGINE_ARG": "enforce-eager=true"
             }  # fmt: skip
-        tokenmill = str(Path(sys.executable).with_name("tokenmill"))
         ours = {
-            "worker": [tokenmill, "worker"],
+            "worker": [TOKENMILL, "worker"],
             "gateway": [
-                tokenmill,
-                "gateway",
-                "--open",
-                "--port",
-                str(port),
-                "--model",
-                f"{NAME}={NAME}",
+                TOKENMILL, "gateway", "--open", "--port", str(port), "--model", f"{NAME}={NAME}",
             ],
-        }
+        }  # fmt: skip
         theirs = {
             "server": [
                 str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model,

@@ -24,6 +24,7 @@ from ops.benchmarks.measure.workloads import WorkloadRequest
 from tokenmill_worker.local.child_process import GuardedProcess
 from tokenmill_worker.local.valkey_server import ValkeyServer
 
+TOKENMILL = str(Path(sys.executable).with_name("tokenmill"))
 START_TIMEOUT_S = 900.0  # several engines may load at once
 END_LIMIT_S = 900.0  # from a kill to the end of all jobs; a server may have to load again
 # Words in the command line of those parts that a worker starts.

@@ -7,6 +7,7 @@ Each check gives findings: "ok", "warning" (works, but not as well or as safely 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -177,7 +178,10 @@ def _cache_disk(settings: Settings) -> Iterator[Finding]:
         words = f"cache_disk {given} cannot be used: {folder} is no folder that this user may write"
         yield Finding("disk", "error", words)
         return
-    held = sum(path.stat().st_size for path in given.rglob("*.kv"))
+    held = 0
+    for path in given.rglob("*.kv"):
+        with contextlib.suppress(FileNotFoundError):  # a worker makes room meanwhile
+            held += path.stat().st_size
     room = (shutil.disk_usage(folder).free + held) / 2**30
     words = f"cache_disk {given} may take {most:g} GiB, and there are {room:.1f}"
     hint = "a smaller TOKENMILL_CACHE_DISK_GIB, or another disk" if room < most else ""
