@@ -36,9 +36,9 @@ class Given:
 
 
 def run(
-    *arrivals: tuple[float, list[Job]], workers: int = 2, has_sessions: bool = True
+    *arrivals: tuple[float, list[Job]], workers: int = 2, with_sessions: tuple[int, ...] = (CHAT,)
 ) -> QueueDay:
-    return Queue(workers, 4, Given(*arrivals), has_sessions=has_sessions).run(36 * 3600.0)
+    return Queue(workers, 4, Given(*arrivals), with_sessions=with_sessions).run(36 * 3600.0)
 
 
 def turn(known: int, new: int, *, session: str = "s", tenant: int = 1, answer: int = 10) -> Job:
@@ -100,6 +100,15 @@ def test_lines_of_a_template_share_its_tokens() -> None:
     assert day.good == day.asked == 100
 
 
+def test_lines_of_a_session_are_computed_by_one_of_several_workers() -> None:
+    lines = [Job(BULK, 1, n // 20, 2000, 2100, 1000, due=36_000.0) for n in range(8_000)]
+    alone, together = (
+        run((0.0, lines), workers=32, with_sessions=kinds).line_hits for kinds in ((), (BULK,))
+    )
+    assert alone < 0.3 * 8_000 * 2000
+    assert together > 0.7 * 8_000 * 2000
+
+
 def test_a_call_costs_what_the_server_takes() -> None:
     costs = ScriptCosts(append=1, chunk=10, opened=0, claim=100, claimed=1000, finish=0, finished=0)
     calls = Calls(claims=1, claimed=2, passed=3, appends=4, tokens=5)
@@ -109,7 +118,7 @@ def test_a_call_costs_what_the_server_takes() -> None:
 def test_sessions_and_groups_save_prompts() -> None:
     found = measure(8_000, 2, 1, ScriptCosts())
     assert list(found) == list(CASES)
-    both, no_sessions, no_groups, _ = found.values()
+    both, _, no_sessions, no_groups, _ = found.values()
     assert both["hits"] > no_sessions["hits"]
     assert both["line_hits"] > no_groups["line_hits"]
     assert both["computing"] < min(no_sessions["computing"], no_groups["computing"])

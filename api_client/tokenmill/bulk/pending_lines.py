@@ -1,8 +1,9 @@
 """Reads the lines of a file that have neither an answer nor an open job, as groups of jobs.
 
 The file is read in parts, which follow one another. In a part, lines that begin with the same text
-stand together (`prefix_order`). Lines that are done keep their place in the order, so a run that
-goes on repeats it, and finds the jobs of an interrupted one first.
+stand together (`prefix_order`), and are jobs of one session: of several workers, the one that has
+computed their beginning claims them. Lines that are done keep their place in the order, so a run
+that goes on repeats it, and finds the jobs of an interrupted one first.
 
 What is left of a part after PART_S is submitted in smaller ones, of as many lines as this time was
 enough for. So a line waits at most twice PART_S for lines that stand behind it in the file, while
@@ -14,10 +15,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from tokenmill.bulk.batch import Batch
 from tokenmill.bulk.collector import Collector
@@ -30,7 +33,7 @@ from tokenmill.bulk.formats.input_file import (
     repeated,
     to_request,
 )
-from tokenmill.bulk.prefix_order import fingerprint, in_prefix_order
+from tokenmill.bulk.prefix_order import fingerprint, in_prefix_order, shared_beginnings
 from tokenmill_schemas.job import JobRequest
 
 PART_LINES: Final = 10_000  # several times the jobs that are in the queue at once
@@ -81,9 +84,7 @@ class PendingLines:
         yield [], [], part.after  # so far no line needs a job
         rest, left, done = part.lines, deque(part.pending), set[int]()
         while rest:
-            lines = [
-                read for read in in_prefix_order(rest[: self._part_lines]) if read.job is not None
-            ]
+            lines = _with_sessions(in_prefix_order(rest[: self._part_lines]))
             rest, began = rest[self._part_lines :], self._clock()
             for start in range(0, len(lines), self._group):
                 if start and self._clock() - began > PART_S:
@@ -161,6 +162,19 @@ class _FilePart:
         job = job_of(line)
         self.lines.append(_ReadLine(line.line, _digests(job), job))
         self.pending.append(line.line)
+
+
+def _with_sessions(lines: list[_ReadLine]) -> list[_ReadLine]:
+    """Return the lines that have a job; those with the same beginning as jobs of one session."""
+    found = []
+    for read, beginning in zip(lines, shared_beginnings(lines), strict=True):
+        job = read.job
+        if isinstance(job, JobRequest) and beginning and not job.session:
+            job = msgspec.structs.replace(job, session=f"lines:{beginning.hex()}")
+            read = replace(read, job=job)
+        if job is not None:
+            found.append(read)
+    return found
 
 
 def _digests(job: JobRequest | BadLine) -> tuple[bytes, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise, takewhile
 from typing import Final, Protocol, TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ from tokenmill_schemas.job import JobRequest
 _SHORTEST: Final = 128  # bytes: about a block of the cache
 _NUM_LENGTHS: Final = 33  # four a doubling: what two texts share is missed by a sixth of it at most
 LENGTHS: Final = tuple(round(_SHORTEST * 2 ** (step / 4)) for step in range(_NUM_LENGTHS))
+_WORTH: Final = LENGTHS.index(1_024) + 1  # lengths: shared by lines that should have one worker
 _DIGEST_BYTES: Final = 8
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -74,3 +76,20 @@ def in_prefix_order(lines: Sequence[Read]) -> list[Read]:
         return (*(first.setdefault(digest, read.line) for digest in read.digests), read.line)
 
     return sorted(lines, key=key)
+
+
+def shared_beginnings(lines: Sequence[Read]) -> list[bytes]:
+    """Return for each of these lines, in their prefix order, the digest of the longest beginning
+    that it shares with a line beside it; empty where that is shorter than a kilobyte.
+    """
+    shared = [0, *(_num_shared(one.digests, next_.digests) for one, next_ in pairwise(lines)), 0]
+    longest = (max(beside) for beside in pairwise(shared))
+    return [
+        read.digests[most - 1] if most >= _WORTH else b""
+        for read, most in zip(lines, longest, strict=True)
+    ]
+
+
+def _num_shared(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -10,6 +10,7 @@ from typing import Any
 
 from ops.benchmarks.measure.figures import percentile
 from ops.benchmarks.measure.fleet_queue import BULK, CHAT, STANDARD, Job, Queue, QueueDay
+from tokenmill.bulk.pending_lines import PART_LINES
 
 DAY_S, TENANTS = 24 * 3600, 20
 DOCUMENT, QUESTION, TURNS, PAUSE_S = 3_000, 150, 8, 60.0  # medians and means of a chat
@@ -18,11 +19,12 @@ SINGLE = 1_000  # median tokens of a single question
 FILE_HOURS = {1: 8, 9: 12, 14: 6, 20: 4}  # the hour in which a file comes: the hours that it has
 PART = 5_000  # lines that are submitted at once
 SHARES = {"chats": 0.5, "singles": 0.1, "lines": 0.4}  # of all jobs
-CASES = {  # are there sessions, and are the lines of a file grouped?
-    "sessions, groups": (True, True),
-    "no sessions": (False, True),
-    "no groups": (True, False),
-    "neither": (False, False),
+CASES = {  # classes whose jobs have sessions; are the lines of a file grouped?
+    "sessions, groups": ((CHAT, BULK), True),
+    "groups, no session": ((CHAT,), True),
+    "no sessions": ((), True),
+    "no groups": ((CHAT,), False),
+    "neither": ((), False),
 }
 
 
@@ -59,10 +61,10 @@ class Trace:
 
     def _file(self, hour: int, due: float, lines: int) -> Iterator[tuple[float, list[Job]]]:
         tenant, places = self._tenant(), [number % TEMPLATES for number in range(lines)]
+        self._draw.shuffle(places)
         if self._is_grouped:
-            places.sort()
-        else:
-            self._draw.shuffle(places)
+            parts = range(0, lines, PART_LINES)
+            places = [n for first in parts for n in sorted(places[first : first + PART_LINES])]
         for first in range(0, lines, PART):
             yield (
                 hour * 3600.0 + first / PART,
@@ -108,9 +110,9 @@ def measure(
 
 def _day(task: tuple[str, int, int, int]) -> QueueDay:
     case, num_workers, num_jobs, number = task
-    has_sessions, is_grouped = CASES[case]
+    with_sessions, is_grouped = CASES[case]
     trace = Trace(num_jobs, f"{number}", is_grouped=is_grouped)
-    return Queue(num_workers, TENANTS, trace, has_sessions=has_sessions).run(1.5 * DAY_S)
+    return Queue(num_workers, TENANTS, trace, with_sessions=with_sessions).run(1.5 * DAY_S)
 
 
 def _figures(days: list[QueueDay], num_workers: int, costs: Any) -> dict[str, float]:

@@ -9,7 +9,7 @@ way to the queue and back, preemption and deaths.
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ HELD_S, MOST_HELD, MOST_PASSED = 0.5, 32, 32  # as sessions.lua
 MOST_CLAIMED = 32
 BULK_SHARE = 0.6  # of a worker's cache: bulk starts below it, since people take its place
 CHAT, STANDARD, BULK = CLASSES = range(3)
-EVERY = {BULK: 8, STANDARD: 4}  # as fair_queue.lua: one claim in this many is of the class
+EVERY = {BULK: 10, STANDARD: 4}  # as fair_queue.lua: one claim in this many is of the class
 WAKE_UP_S = 0.001
 
 
@@ -126,9 +126,9 @@ class Queue:
     """Runs the jobs of a day; `run` may be called once."""
 
     def __init__(
-        self, num_workers: int, num_tenants: int, jobs: Jobs, *, has_sessions: bool
+        self, num_workers: int, num_tenants: int, jobs: Jobs, *, with_sessions: Collection[int]
     ) -> None:
-        self._jobs, self._has_sessions = jobs, has_sessions
+        self._jobs, self._with_sessions = jobs, with_sessions  # classes
         self._workers = [SimulatedWorker(number) for number in range(num_workers)]
         self._rooms = [(0, n) for n in range(num_workers)]  # (running, worker), also outdated ones
         self._waiting: list[dict[int, deque[Job]]] = [{} for _ in CLASSES]  # by tenant
@@ -187,7 +187,7 @@ class Queue:
         tenants[job.tenant].append(job)
 
     def _holder_of(self, job: Job) -> SimulatedWorker | None:
-        return self._holders.get(job.prefix) if self._has_sessions and job.kind == CHAT else None
+        return self._holders.get(job.prefix) if job.kind in self._with_sessions else None
 
     def _emptiest(self) -> SimulatedWorker | None:
         """Return a worker with the fewest running jobs; None if no one has room."""
@@ -311,6 +311,7 @@ class Queue:
             self._holders[job.prefix] = worker
             worker.keep(job.prefix, tokens)
         elif job.kind == BULK:
+            self._holders[job.prefix] = worker
             worker.keep(job.prefix, job.shared)
         self._at(ended, (worker, job))
 

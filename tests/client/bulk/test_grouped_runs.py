@@ -3,6 +3,7 @@
 import random
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -16,7 +17,7 @@ from tests.client.bulk.support import (
     write,
 )
 from tests.client.bulk.test_imports import WINDOW, begin, go_on
-from tests.client.bulk.test_prefix_order import shuffled, templated
+from tests.client.bulk.test_prefix_order import shuffled, template, templated
 from tests.support.worker import running_worker
 from tokenmill import Client
 from tokenmill.bulk import BatchState, BatchStore, cancel_batch, import_batch, pending_lines
@@ -88,6 +89,36 @@ async def test_a_template_is_computed_once_by_a_cache_that_holds_four_of_them(
     assert totals.completed == lines
     computed = (totals.input_tokens - totals.cached_tokens) / (512 * num_templates + 16 * lines)
     assert computed <= 1.1 if is_grouped else computed > 4
+
+
+@pytest.mark.parametrize("has_sessions", [True, False])
+async def test_of_two_workers_one_computes_a_template(
+    has_sessions: bool,
+    redis_url: str,
+    database: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not has_sessions:
+        monkeypatch.setattr(pending_lines, "shared_beginnings", lambda lines: [b""] * len(lines))
+    num_templates, lines, words = 16, 256, 150
+    setup = BulkSetup(tmp_path, redis_url, database)
+    draw = random.Random("two workers")
+    kinds = [number % num_templates for number in range(lines)]
+    draw.shuffle(kinds)
+    texts = [template(kind, words) + f" row {place}" for place, kind in enumerate(kinds)]
+    path = write(tmp_path / "in.jsonl", [completion(f"{n}", text) for n, text in enumerate(texts)])
+    model = "synthetic?step_ms=5&token_us=20&length=4096"
+    common: dict[str, Any] = {"model": model, "aliases": f"synthetic={model}", "max_num_seqs": 4}
+    async with (
+        running_worker(redis_url, database, worker_id="a", **common),
+        running_worker(redis_url, database, worker_id="b", **common),
+    ):
+        totals = (await setup.run(path)).totals
+    assert totals.completed == lines
+    computed = (totals.input_tokens - totals.cached_tokens) / totals.input_tokens
+    once = num_templates * len(template(0, words)) / totals.input_tokens
+    assert computed < 1.6 * once if has_sessions else computed > 1.6 * once
 
 
 async def test_killed_runs_with_wrong_fingerprints_answer_each_line_once(

@@ -108,6 +108,26 @@ def test_lines_that_share_more_stand_together_within_those_that_share_less(tmp_p
     assert order(path) == [1, 3, 6, 8, 2, 5, 7, 9, 4]
 
 
+def test_lines_of_a_template_are_jobs_of_a_session_and_others_of_none(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    long = 300  # words; a template of 60 is shorter than what is worth a session
+    texts = [template(number % 3, long) + f" row {number}" for number in range(9)]
+    texts += [template(3, long) + " alone", template(4) + " a", template(4) + " b", "Once"]
+    lines = [completion(f"{number}", text) for number, text in enumerate(texts)]
+    own = completion("own", template(0, long) + " row", prompt_cache_key="mine")
+    write(path, [*lines, own])
+    sessions = {
+        line_of("b", job.job_id): job.session
+        for jobs, _, _ in pending(path).groups(path, 0)
+        for job in jobs
+    }
+    of_templates = [{sessions[line] for line in range(1 + kind, 10, 3)} for kind in range(3)]
+    assert [len(names) for names in of_templates] == [1, 1, 1]
+    assert len(set.union(*of_templates)) == 3
+    assert [sessions[line] for line in range(10, 14)] == [""] * 4
+    assert sessions[14] == "mine"
+
+
 def test_lines_that_share_nothing_keep_the_order_of_the_file(tmp_path: Path) -> None:
     lines: list[Any] = [completion(f"{n}", template(n)) for n in range(20)]
     lines += [completion(f"short {n}", "Once") for n in range(5)]
