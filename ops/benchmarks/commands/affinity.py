@@ -8,7 +8,6 @@ them; last to one worker alone. Waste is the time in which a job waits and a wor
 import argparse
 import asyncio
 import random
-import signal
 import statistics
 import sys
 import time
@@ -56,19 +55,15 @@ class Workers(MeasuredService):
         self.url = f"unix://{self.socket}"
         database = f"sqlite:///{self.folder}/results.db"
         migrate.upgrade(database)
-        worker = [TOKENMILL, "worker"]
+        command = [TOKENMILL, "worker", "--queue"]
         self.start(
-            {name: [*worker, "--queue", name[:3]] for name in ("two-a", "two-b", "one")},
+            {name: [*command, name[:3]] for name in ("two-a", "two-b", "one")},
             {
                 "TOKENMILL_REDIS_URL": self.url, "TOKENMILL_DATABASE_URL": database,
                 "TOKENMILL_MODEL": model, "TOKENMILL_MAX_NUM_SEQS": "256",
                 "TOKENMILL_LOG_LEVEL": "warning", "PATH": str(Path(sys.executable).parent),
             },
         )  # fmt: skip
-
-    def end_workers(self) -> None:
-        for part in self._commands:
-            self._end(part, signal.SIGTERM)
 
     async def is_ready(self) -> bool:
         found = 0

@@ -307,12 +307,9 @@ class Queue:
         self._calls.appends += job.answer / worker.running
         self._count(job, hits, first, ended)
         self._day.computed_s += compute_s
-        if job.kind == CHAT:
+        if job.kind != STANDARD:  # those share no prefix
             self._holders[job.prefix] = worker
-            worker.keep(job.prefix, tokens)
-        elif job.kind == BULK:
-            self._holders[job.prefix] = worker
-            worker.keep(job.prefix, job.shared)
+            worker.keep(job.prefix, tokens if job.kind == CHAT else job.shared)
         self._at(ended, (worker, job))
 
     def _count(self, job: Job, hits: int, first: float, ended: float) -> None:

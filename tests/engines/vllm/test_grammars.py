@@ -45,7 +45,7 @@ def grammar_of(
 def test_an_end_that_is_taken_back_leaves_an_answer_as_it_was(
     grammar_of: Callable[[ResponseFormat], Any], form: ResponseFormat
 ) -> None:
-    """vLLM takes back drafts that it tries, ends among them."""
+    """The engine takes back drafts that it tries, ends among them."""
     grammar = grammar_of(form)
     digit = ord("7")
     assert grammar.accept_tokens("r", [digit])
